@@ -317,12 +317,15 @@ def _joined(
     return sources, places, items
 
 
-def _saved_for(tensor: Any) -> Tensor:
+def _saved_for(tensor: Tensor) -> Tensor:
     """What is saved of an operand: of an activation or a norm that waits nothing, which is computed again."""
-    waits = isinstance(tensor, Unstored) and type(tensor.op) in (Activation, NormedChannels)
-    if waits and not tensor.is_changed():
-        return tensor
-    return unfreed(value_of(tensor))
+    return tensor if _computes_again(tensor) else unfreed(value_of(tensor))
+
+
+def _computes_again(tensor: Tensor) -> bool:
+    if not isinstance(tensor, Unstored) or type(tensor.op) not in (Activation, NormedChannels):
+        return False
+    return not tensor.is_changed()
 
 
 def _place_in(sources: list[Tensor], tensor: Tensor) -> int:
