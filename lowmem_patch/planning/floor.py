@@ -18,21 +18,19 @@ It is counted on the unpatched model, so that it does not depend on what a patch
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
 from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.planning import floor_sites
+from lowmem_patch.planning.floor_items import Floor, FloorItem
 from lowmem_patch.planning.floor_sites import SiteCall, find_sites, gamma_trains, let_go, live_ops
-from lowmem_patch.planning.report import block_name
 from lowmem_patch.strategies.activations import normed_channels
 from lowmem_patch.strategies.protocol import Facts
 from lowmem_patch.tracing.call_arguments import dropout_call, weight_matmul
-from lowmem_patch.tracing.categories import CATEGORIES
 from lowmem_patch.tracing.consumers import gathers_for_a_weight
 from lowmem_patch.tracing.dataflow import backward, first_input, makers
 from lowmem_patch.tracing.op_roles import (
@@ -54,46 +52,6 @@ _FLAGS_PER_BYTE = 8
 _MATMULS = WEIGHT_MATMULS | MATMULS
 _PART_OF = REARRANGES | SELECTS | Role.CAST
 _SAME_VALUES = _PART_OF | Role.DROPOUT  # where no element is lost
-
-
-@dataclasses.dataclass(frozen=True)
-class FloorItem:
-    """One tensor that the rule allows.
-
-    Attributes:
-        module: the path of the module that needs it first.
-        category: one of ``lowmem_patch.tracing.categories.CATEGORIES``.
-        bytes: its size.
-    """
-
-    module: str
-    category: str
-    bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Floor:
-    """Bytes that the rule allows, item by item."""
-
-    items: tuple[FloorItem, ...]
-
-    @property
-    def total(self) -> int:
-        return sum(item.bytes for item in self.items)
-
-    @property
-    def by_kind(self) -> dict[str, int]:
-        sizes = Counter(dict.fromkeys(CATEGORIES, 0))
-        for item in self.items:
-            sizes[item.category] += item.bytes
-        return dict(sizes)
-
-    @property
-    def by_block(self) -> dict[str, int]:
-        sizes: Counter[str] = Counter()
-        for item in self.items:
-            sizes[block_name(item.module)] += item.bytes
-        return dict(sizes)
 
 
 def count_floor(facts: Facts) -> Floor:
@@ -256,14 +214,35 @@ class _FloorCount:
         root = self._root(tensor)[0]
         repeated = floor_sites.of_repeated(self.makers, root)
         product = repeated or self._product(root, by_rows=True)
+        if product is None:
+            product = self._product(floor_sites.before_parts(self.makers, root), by_rows=True)
         if product is None and not self.gathered[id(root)]:  # experts save what they gather of
             whole = self._before_numbers(root)
             product = floor_sites.of_residual(self.makers, whole, self.norms)
         if product is not None:
-            return list(product)
+            return [source for factor in product for source in self._before_product(factor)]
+        parts = floor_sites.parts_of(self.makers, root)
+        if parts:
+            return [source for part in parts for source in self._sources(part)]
         activation = self.activations.get(id(root)) or self._squared_relu(root)
         before = floor_sites.before_modulation(self.makers, tensor, self.norms)
+        if activation is None and before is tensor:
+            return [self._before_site(self._of_one(root))]
         return [self._before_channels(before if activation is None else activation.source)]
+
+    def _before_product(self, factor: Tensor) -> Sequence[Tensor]:
+        inner = self._product(self._root(factor)[0], by_rows=True)
+        if inner is None:
+            return [self._before_site(factor)]
+        return [source for one in inner for source in self._before_product(one)]
+
+    def _before_site(self, tensor: Tensor) -> Tensor:
+        """What an activation, and a norm over channels in front of it, made a tensor of."""
+        activation = self.activations.get(id(self._root(tensor)[0]))
+        return self._before_channels(tensor if activation is None else activation.source)
+
+    def _of_one(self, tensor: Tensor) -> Tensor:
+        return floor_sites.of_one(self.makers, tensor, (self.activations, self.norms))
 
     def _before_channels(self, tensor: Tensor) -> Tensor:
         """The input of the norm over channels that made a tensor, which two norms may have in common."""

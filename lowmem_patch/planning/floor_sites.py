@@ -105,7 +105,7 @@ def of_repeated(makers: dict[int, Op], tensor: Tensor) -> tuple[Tensor, ...] | N
 
 
 def of_residual(makers: dict[int, Op], tensor: Tensor, norms: Sites) -> tuple[Tensor, ...] | None:
-    """The terms of ``x + norm(y)``, which one forward adds up; None where no norm made one of them."""
+    """The terms of ``x + norm(y)``, which one forward adds up; None where norms do not make all but one."""
     op = makers.get(id(tensor))
     if op is None:
         return None
@@ -118,7 +118,8 @@ def of_residual(makers: dict[int, Op], tensor: Tensor, norms: Sites) -> tuple[Te
             pending += op.reads
         else:
             terms.append(term)
-    return tuple(terms) if any(id(term) in norms for term in terms) else None
+    own = sum(id(term) not in norms for term in terms)
+    return tuple(terms) if own <= 1 < len(terms) else None
 
 
 def _are_of(tensors: Sequence[Tensor], shape: torch.Size) -> bool:
@@ -139,6 +140,44 @@ def before_modulation(makers: dict[int, Op], tensor: Tensor, norms: Sites) -> Te
     return source if id(source) in norms else tensor
 
 
+def parts_of(makers: dict[int, Op], tensor: Tensor) -> Sequence[Tensor]:
+    """What a tensor was concatenated of."""
+    op = makers.get(id(tensor))
+    return op.reads if op is not None and op.role.has(Role.CONCATENATION) else ()
+
+
+def before_parts(makers: dict[int, Op], tensor: Tensor) -> Tensor:
+    """What ``tensor`` was made of with smaller tensors alone, which have a number for a row, say."""
+
+    def source_of(op: Op, output: Tensor) -> Tensor | None:
+        wholes = [t for t in op.reads if t.shape == output.shape]
+        steps = op.role.has(OF_ELEMENTS) and not op.writes and len(op.reads) > 1
+        return wholes[0] if steps and len(wholes) == 1 else None
+
+    return list(backward(makers, tensor, source_of))[-1]
+
+
+def of_one(makers: dict[int, Op], tensor: Tensor, sites: tuple[Sites, ...]) -> Tensor:
+    """The one tensor of its shape, short of these sites, of which elementwise functions made ``tensor`` with
+    smaller ones (a response norm, a learned scale and shift); ``tensor`` where they are several."""
+    ends: dict[int, Tensor] = {}
+    seen: set[int] = set()
+    pending = [tensor]
+    while pending:
+        value = pending.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        op = makers.get(id(value))
+        wholes = [] if op is None else [t for t in op.reads if t.shape == tensor.shape]
+        steps = op is not None and op.role.has(OF_ELEMENTS) and not op.writes and wholes
+        if steps and not any(id(value) in found for found in sites):
+            pending += wholes
+        else:
+            ends[id(value)] = value
+    return next(iter(ends.values())) if len(ends) == 1 else tensor
+
+
 def _module_role(facts: Facts, call: Call) -> Role:
     """What a module without children does to its one input: a norm, an activation or neither."""
     module, neither = facts.modules[call.name], Role(0)
@@ -147,7 +186,9 @@ def _module_role(facts: Facts, call: Call) -> Role:
     if len(call.inputs) != 1 or len(call.outputs) != 1:
         return neither
     if looks_like_norm(module):
-        return Role.ROW_NORM
+        inside = facts.trace.ops[call.first_op : call.last_op]
+        # a scale and a shift may be called a norm (MobileBERT)
+        return neither if all(op.role.has(OF_ELEMENTS) for op in inside) else Role.ROW_NORM
     names = {name for name, _ in module.named_parameters()}
     if not names and call.outputs[0].shape == call.inputs[0].shape:
         return neither if facts.activation(call.name) is None else Role.ACTIVATION

@@ -15,8 +15,8 @@ from lowmem_patch.tracing.op_roles import OF_ELEMENTS, Role
 from lowmem_patch.tracing.trace import Op, Trace
 
 _STEPS = OF_ELEMENTS | Role.REPEAT | Role.CONCATENATION
-# An op that makes at most this share of the numbers of its reader is no step, and its result is saved:
-# a condition has one row for each image, and its reader makes all tokens. Small steps cost Python as much.
+# An op that makes at most this share of the numbers of what is made of it is no step, and its result is
+# saved: a condition has one row for each image, and a reader makes all tokens. Small steps cost Python as much.
 _SMALL = 1 / 128
 
 
@@ -77,13 +77,16 @@ def find_chains(
         norms: ids of tensors that norms made, which save them.
     """
     chains: dict[int, Chain] = {}  # by the ids of what they made
+    largest = _largest_made_of(trace)
     for number, op in enumerate(trace.ops):
-        if not op.role.has(_STEPS) or not op.module or op.writes or op.opaque:
+        if not _may_be_step(op):
             continue
         module = caller(op.module)
         own = {id(t): c for t in op.reads if (c := chains.get(id(t))) and c.module == module}
         call = _call(op, own.keys(), norms)
-        if call is None or not _belongs(op, own.keys(), known) or _is_small(trace, op):
+        made = op.outputs[0]
+        small = made.numel() <= largest.get(id(made), 0) * _SMALL
+        if call is None or small or not _belongs(op, own.keys(), known):
             continue
         chain, *others = dict.fromkeys(own.values()) or (Chain(module),)
         chain.ops[number] = op
@@ -96,6 +99,10 @@ def find_chains(
     for chain in set(chains.values()):
         chain.module = _innermost(chain)
     return sorted(set(chains.values()), key=lambda chain: min(chain.ops))
+
+
+def _may_be_step(op: Op) -> bool:
+    return bool(op.role.has(_STEPS) and op.outputs and op.module) and not (op.writes or op.opaque)
 
 
 def maker_in(made: Set[int], norms: Set[int]) -> Callable[[Tensor], str | None]:
@@ -144,12 +151,18 @@ def _belongs(op: Op, own: Set[int], known: Set[int]) -> bool:
     return bool(own) or not any(id(t) in known and t.shape == output.shape for t in op.reads)
 
 
-def _is_small(trace: Trace, op: Op) -> bool:
-    """Whether an elementwise function makes something much larger of what the op makes."""
-    made = op.outputs[0]
-    readers = trace.consumers.get(id(made), ())
-    sizes = (one.outputs[0].numel() for one in readers if one.role.has(_STEPS) and one.outputs)
-    return made.numel() <= max(sizes, default=0) * _SMALL
+def _largest_made_of(trace: Trace) -> dict[int, int]:
+    """Of each tensor that elementwise functions read, by id: numbers of the largest that is made of it, in
+    one step or many, so that all functions that make a condition are judged alike."""
+    found: dict[int, int] = {}
+    for op in reversed(trace.ops):
+        if not op.role.has(_STEPS) or not op.outputs:
+            continue
+        made = op.outputs[0]
+        size = max(made.numel(), found.get(id(made), 0))
+        for tensor in op.reads:
+            found[id(tensor)] = max(size, found.get(id(tensor), 0))
+    return found
 
 
 def _is_elementwise(op: Op) -> bool:
@@ -171,8 +184,11 @@ def _is_elementwise(op: Op) -> bool:
         or (op.role.has(Role.CAST) and len(op.reads) > 1)
     ):
         return False
-    whole = [tensor for tensor in op.reads if tensor.shape == shape]
-    parts = [tensor for tensor in op.reads if tensor.shape != shape]
-    if not whole or strides_like(op.outputs[0]) != strides_like(whole[0]):
-        return False
-    return lies_as(whole, parts)
+    return _lies_as_read(op)
+
+
+def _lies_as_read(op: Op) -> bool:
+    (output,) = op.outputs
+    whole = [tensor for tensor in op.reads if tensor.shape == output.shape]
+    parts = [tensor for tensor in op.reads if tensor.shape != output.shape]
+    return bool(whole) and strides_like(output) == strides_like(whole[0]) and lies_as(whole, parts)
