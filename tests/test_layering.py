@@ -80,7 +80,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("planning.fit_report",),
     ("planning.report",),
     ("planning.plan",),
-    ("planning.floor_sites",),
+    ("planning.floor_items", "planning.floor_sites"),
     ("planning.apply", "planning.changes", "planning.check", "planning.floor", "planning.notes"),
     ("planning.planner", "planning"),
     ("memory",),

@@ -16,7 +16,8 @@ from lowmem_patch.tracing.trace import Op, Trace
 
 _STEPS = OF_ELEMENTS | Role.REPEAT | Role.CONCATENATION
 # An op that makes at most this share of the numbers of what is made of it is no step, and its result is
-# saved: a condition has one row for each image, and a reader makes all tokens. Small steps cost Python as much.
+# saved: a condition has one row for each image, and a reader makes all tokens. Small steps cost Python as
+# much.
 _SMALL = 1 / 128
 
 

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lowmem_patch import patch_model
+from tests.support.judge import assert_rounded
+from tests.support.step import DOUBLE, step
 from tests.support.toys import WIDTH, rows
 
 MAKERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
@@ -75,3 +77,39 @@ def test_a_block_that_reads_what_was_made_outside(
         error = (ours - theirs).norm() / theirs.norm()
         # 8 bits have a 254th of the largest value; else sums of float32 in another order
         assert error <= (0.01 if preset == "compact" else 1e-6)
+
+
+class Scaled(nn.Module):
+    """Blocks whose outputs are read outside of them: a chain's value, and a Linear's that is scaled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.condition, self.leave = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.scale, self.act = nn.Parameter(torch.ones(WIDTH)), nn.GELU()
+
+    def gated(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x + gate * self.up(x)[..., :WIDTH] + gate.square() * self.down(self.act(self.up(x)))
+
+    def branch(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.act(self.up(x)))
+        return y
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.condition(x).sigmoid()
+        x = checkpoint(self.gated, self.enter(x), gate, use_reentrant=False)
+        y = checkpoint(self.branch, x, use_reentrant=False)
+        h: Tensor = self.leave(x) + self.scale * y
+        return h
+
+
+def test_who_reads_what_a_block_returns_saves_nothing_of_the_block() -> None:
+    torch.manual_seed(0)
+    twin = Scaled()
+    model = copy.deepcopy(twin)
+    patch_model(model, "exact", example_inputs=(rows(),))
+    found, expected = (
+        step(one, rows(), DOUBLE, count=True) for one in (model.double(), twin.double())
+    )
+    assert found.saved <= expected.saved
+    assert_rounded(found, expected)

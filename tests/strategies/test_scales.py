@@ -342,3 +342,20 @@ def test_copies_and_undo() -> None:
 def branch_scaled(net: Any, x: Tensor) -> Tensor:
     found: Tensor = branch(net, x) * net.scale
     return found
+
+
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
+def test_complex_linears_are_left() -> None:
+    """Their gradients need conjugates; a complex output may have a real scale."""
+    torch.manual_seed(0)
+    twin = Scaled(lambda net, x: net.down(net.up(x)) * net.scale)
+    for linear in (twin.enter, twin.leave, twin.up, twin.down):
+        linear.to(torch.complex64)
+    model = copy.deepcopy(twin)
+    x = torch.randn(ROWS, WIDTH, dtype=torch.complex64)
+    with pytest.warns(UserWarning, match="nothing was patched"):
+        patch_model(model, "exact", example_inputs=(x,))
+    for net in (model, twin):
+        net(x).abs().sum().backward()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)

@@ -208,3 +208,13 @@ def test_torchs_attention_saves_no_copy_of_the_norms_output() -> None:
     once = x.numel() * x.element_size()
     assert sizes.count(once) == 3  # x, the norm's output, and what the last product reads
     assert_same_step(model, stock, x)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_compiled_norm_of_a_view_takes_any_length() -> None:
+    """Strides are symbols there, which nobody can sort."""
+    model, _ = patched(Attention(nn.RMSNorm), torch.randn(3, 5, WIDTH))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    for length in (5, 7):
+        x = torch.randn(3, length, WIDTH)
+        assert_same_step(compiled, copy.deepcopy(model), x)
