@@ -18,6 +18,7 @@ from lowmem_patch.strategies import codes, recompute
 from lowmem_patch.strategies.activations import next_to_nothing
 from lowmem_patch.strategies.norm_sites import makes_chains, norms_by_output
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target, forward_obstacle
+from lowmem_patch.strategies.scales import scaled_products
 from lowmem_patch.tracing.call_arguments import ElementwiseCall, elementwise_call
 from lowmem_patch.tracing.chains import Chain, find_chains, maker_in
 from lowmem_patch.tracing.consumers import Consumer, find_consumers, matmul_of
@@ -113,7 +114,9 @@ def _saving_chains(facts: Facts, config: PatchConfig) -> Iterator[Chain]:
     def caller(name: str) -> str:
         return name if name in sites else facts.caller(name)  # nothing of what is replaced
 
-    for chain in find_chains(facts.trace, known.keys(), caller, _normed(facts, config)):
+    # of a Linear's output that a scale multiplies nothing is saved
+    scaled = {id(op.outputs[0]) for _, op in scaled_products(facts, config)}
+    for chain in find_chains(facts.trace, known.keys() | scaled, caller, _normed(facts, config)):
         functions = [op for op in chain.ops.values() if not op.role.has(Role.CAST)]
         alone = len(functions) < _FEWEST and not any(id(t) in known for t in chain.sources)
         left = alone and not (_is_viewed(facts, chain) or _feeds_a_weight(facts, chain))

@@ -33,18 +33,23 @@ class ScaledOutput(Patch):
 
 def find(facts: Facts, config: PatchConfig) -> Found:
     """Linears that train, whose output is saved for a scale alone."""
-    # what is stored in 8 bits for a Linear would be saved in full beside that
-    if config.linear_inputs == "keep" or config.storage != "exact":
-        return Found()
-    patches = [ScaledOutput(name) for name in dict.fromkeys(_scaled(facts))]
+    names = (name for name, _ in scaled_products(facts, config))
+    patches = [ScaledOutput(name) for name in dict.fromkeys(names)]
     notes = []
     if patches:
         notes.append(f"Linears whose output is not saved for the scale behind it: {len(patches)}")
     return Found(patches, notes=notes)
 
 
-def _scaled(facts: Facts) -> Iterator[str]:
-    """Names of Linears that train, of whose output a product with such a scale saves all."""
+def scaled_products(facts: Facts, config: PatchConfig) -> list[tuple[str, Op]]:
+    """Names of Linears that train, and products with such a scale which save all of their output."""
+    # what is stored in 8 bits for a Linear would be saved in full beside that
+    if config.linear_inputs == "keep" or config.storage != "exact":
+        return []
+    return facts.once(scaled_products, lambda: list(_scaled(facts)))
+
+
+def _scaled(facts: Facts) -> Iterator[tuple[str, Op]]:
     made_by = makers(facts.trace)
     calls = {
         id(call.outputs[0]): call.name
@@ -61,7 +66,7 @@ def _scaled(facts: Facts) -> Iterator[str]:
             if name is not None and _is_scale(scale, facts.modules[name]):
                 savers = facts.savers.get(storage_key(value), ())
                 if {(saver.module, saver.function) for saver in savers} == {(op.module, op.name)}:
-                    yield name
+                    yield name, op
 
 
 def _is_plain(module: nn.Module) -> bool:
