@@ -64,7 +64,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "strategies.lora",
     ),
     ("strategies.common_parts", "strategies.head"),
-    ("strategies.codes", "strategies.recompute", "strategies.one_copy"),
+    ("strategies.codes", "strategies.recompute", "strategies.one_copy", "strategies.scales"),
     ("strategies.chains",),
     ("strategies.share",),
     (
