@@ -318,14 +318,16 @@ def _joined(
 
 
 def _saved_for(tensor: Tensor) -> Tensor:
-    """What is saved of an operand: of an activation or a norm that waits nothing, which is computed again."""
-    return tensor if _computes_again(tensor) else unfreed(value_of(tensor))
-
-
-def _computes_again(tensor: Tensor) -> bool:
-    if not isinstance(tensor, Unstored) or type(tensor.op) not in (Activation, NormedChannels):
-        return False
-    return not tensor.is_changed()
+    """What is saved of an operand: of an activation, or a norm that waits, nothing: it is computed again."""
+    known = isinstance(tensor, Deferred) and type(tensor.op) in (Activation, NormedChannels)
+    if not isinstance(tensor, Deferred) or not known or tensor.is_changed():
+        return unfreed(value_of(tensor))
+    if isinstance(tensor, Unstored):
+        return tensor
+    if waits_for_gradient(tensor):
+        return value_of(tensor)  # type: ignore[no-any-return]  # of any item
+    tensor.was_bypassed = True
+    return defer(tensor.op, tensor.sources)
 
 
 def _place_in(sources: list[Tensor], tensor: Tensor) -> int:

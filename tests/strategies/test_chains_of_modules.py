@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowmem_patch import patch_model, patch_report
+from lowmem_patch.nn import chains
+from lowmem_patch.nn.deferred import defer
 from tests.support.chained import CHAINS, FULL, HIDDEN, LINEARS, chains_of, patched, saved
 from tests.support.judge import assert_same_step
 from tests.support.step import AUTOCAST, BF16, FP32, cast, step
@@ -213,3 +215,33 @@ def test_two_forwards_before_a_backward_that_write_a_buffer() -> None:
         (net(x) + net(2 * x)).square().sum().backward()
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
+
+
+class Joined(nn.Module):
+    """A Linear and, behind a concatenation, another one read an activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.first = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.act, self.second = nn.SiLU(), nn.Linear(HIDDEN + WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.act(self.up(x))
+        return self.first(h) + self.second(torch.cat([x, h], -1))
+
+
+def test_an_activation_that_is_concatenated_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    twin = nn.Sequential(nn.Linear(WIDTH, WIDTH), Joined(), nn.Linear(WIDTH, 3))
+    model = copy.deepcopy(twin)
+    patched(model, "exact")
+    assert chains_of(model) == ["1"]
+    assert saved(model) == patch_report(model).saved_after == LINEARS + FULL
+    # without hooks, which nobody else could count, its values are there before its readers ask
+    made: list[Any] = []
+    monkeypatch.setattr(chains, "defer", lambda *given: made.append(defer(*given)) or made[-1])
+    y = model(rows())
+    (joined,) = (one for one in made if type(one.op) is chains.Chain)
+    assert [hasattr(source, "held_values") for source in joined.sources] == [False, True]
+    y.sum().backward()
+    assert_same_step(model, twin, rows())
