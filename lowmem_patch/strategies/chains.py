@@ -18,7 +18,7 @@ from lowmem_patch.strategies import codes, recompute
 from lowmem_patch.strategies.activations import next_to_nothing
 from lowmem_patch.strategies.norm_sites import makes_chains, norms_by_output
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target, forward_obstacle
-from lowmem_patch.strategies.scales import scaled_products
+from lowmem_patch.strategies.scales import scaled_outputs
 from lowmem_patch.tracing.call_arguments import ElementwiseCall, elementwise_call
 from lowmem_patch.tracing.chains import Chain, find_chains, maker_in
 from lowmem_patch.tracing.consumers import Consumer, find_consumers, matmul_of
@@ -114,9 +114,7 @@ def _saving_chains(facts: Facts, config: PatchConfig) -> Iterator[Chain]:
     def caller(name: str) -> str:
         return name if name in sites else facts.caller(name)  # nothing of what is replaced
 
-    # of a Linear's output that a scale multiplies nothing is saved
-    scaled = {id(op.outputs[0]) for _, op in scaled_products(facts, config)}
-    for chain in find_chains(facts.trace, known.keys() | scaled, caller, _normed(facts, config)):
+    for chain in find_chains(facts.trace, known.keys(), caller, _normed(facts, config)):
         functions = [op for op in chain.ops.values() if not op.role.has(Role.CAST)]
         alone = len(functions) < _FEWEST and not any(id(t) in known for t in chain.sources)
         left = alone and not (_is_viewed(facts, chain) or _feeds_a_weight(facts, chain))
@@ -170,15 +168,17 @@ def _gain(facts: Facts, config: PatchConfig, chain: Chain) -> int:
         # a recomputed activation saves its input in any case
         if id(tensor) not in known or known[id(tensor)].strategy != _RECOMPUTE
     }
-    return gone - _more_bytes(facts, beside)
+    return gone - _more_bytes(facts, config, beside)
 
 
-def _more_bytes(facts: Facts, tensors: Mapping[int, Tensor]) -> int:
+def _more_bytes(facts: Facts, config: PatchConfig, tensors: Mapping[int, Tensor]) -> int:
     """Bytes of the storages, by key, that neither autograd nor the model holds anyway."""
+    # of a Linear's output that a scale multiplies nothing would be saved
+    scaled = {storage_key(value) for _, value in scaled_outputs(facts, config)}
     return sum(
         tensor.untyped_storage().nbytes()
         for key, tensor in tensors.items()
-        if key not in facts.state_keys and key not in facts.storages
+        if key not in facts.state_keys and (key in scaled or key not in facts.storages)
     )
 
 
@@ -186,7 +186,7 @@ def _beside(facts: Facts, config: PatchConfig, chains: list[Chain]) -> int:
     """Bytes that are saved for what other functions read that wait as well."""
     read = _read_beside(facts, config, chains)
     beside = {storage_key(t): t for t in read if not _saved_instead(facts, config, t)}
-    return _more_bytes(facts, beside)
+    return _more_bytes(facts, config, beside)
 
 
 def _read_beside(facts: Facts, config: PatchConfig, chains: list[Chain]) -> list[Tensor]:
@@ -261,7 +261,8 @@ def _is_viewed(facts: Facts, chain: Chain) -> bool:
 
 def _feeds_a_weight(facts: Facts, chain: Chain) -> bool:
     """Whether a matmul of a weight, or a convolution, reads what a chain of products makes."""
-    products = all(op.role.has(Role.PRODUCT | Role.CAST) for op in chain.ops.values())
+    functions = [op for op in chain.ops.values() if not op.role.has(Role.CAST)]
+    products = bool(functions) and all(op.role.has(Role.PRODUCT) for op in functions)
     return products and any(
         _saves_sources(facts, op, tensor)
         for tensor in chain.made.values()

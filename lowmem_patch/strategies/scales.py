@@ -33,7 +33,7 @@ class ScaledOutput(Patch):
 
 def find(facts: Facts, config: PatchConfig) -> Found:
     """Linears that train, whose output is saved for a scale alone."""
-    names = (name for name, _ in scaled_products(facts, config))
+    names = (name for name, _ in scaled_outputs(facts, config))
     patches = [ScaledOutput(name) for name in dict.fromkeys(names)]
     notes = []
     if patches:
@@ -41,15 +41,15 @@ def find(facts: Facts, config: PatchConfig) -> Found:
     return Found(patches, notes=notes)
 
 
-def scaled_products(facts: Facts, config: PatchConfig) -> list[tuple[str, Op]]:
-    """Names of Linears that train, and products with such a scale which save all of their output."""
+def scaled_outputs(facts: Facts, config: PatchConfig) -> list[tuple[str, Tensor]]:
+    """Names of Linears that train, and what a product with such a scale alone saves of them."""
     # what is stored in 8 bits for a Linear would be saved in full beside that
     if config.linear_inputs == "keep" or config.storage != "exact":
         return []
-    return facts.once(scaled_products, lambda: list(_scaled(facts)))
+    return facts.once(scaled_outputs, lambda: list(_scaled(facts)))
 
 
-def _scaled(facts: Facts) -> Iterator[tuple[str, Op]]:
+def _scaled(facts: Facts) -> Iterator[tuple[str, Tensor]]:
     made_by = makers(facts.trace)
     calls = {
         id(call.outputs[0]): call.name
@@ -66,7 +66,7 @@ def _scaled(facts: Facts) -> Iterator[tuple[str, Op]]:
             if name is not None and _is_scale(scale, facts.modules[name]):
                 savers = facts.savers.get(storage_key(value), ())
                 if {(saver.module, saver.function) for saver in savers} == {(op.module, op.name)}:
-                    yield name, op
+                    yield name, value
 
 
 def _is_plain(module: nn.Module) -> bool:

@@ -30,8 +30,8 @@ class Decided(nn.Module):
 @pytest.mark.parametrize(
     ("body", "numbers", "codes"),
     [
-        # the input of the router and of all experts, the scores, and codes of 2 bits of their logits
-        (Experts(), WIDTH + EXPERTS, -(-2 * EXPERTS * len(rows()) // 8)),
+        # the input of the router and of all experts, and the logits of the scores
+        (Experts(), WIDTH + EXPERTS, 0),
         # the input of up and gate, the heads, and the gates
         (Heads(plain), WIDTH + HEADS * SIZE + HEADS, 0),
         (Decided(), WIDTH, 0),

@@ -35,7 +35,7 @@ EXPECTED: list[tuple[type[models.TokenModel], dict[str, tuple[str, str]]]] = [
     (norms.PlusOneNorm, {"norm": ("fold", "")}),
     (norms.PlusOneCentered, {"norm": ("fold", "")}),
     (norms.NoWeight, {"norm": ("fold", "identity")}),
-    (norms.WeightIsBuffer, {"norm": ("keep", "buffer")}),
+    (norms.WeightIsBuffer, {"norm": ("recompute", "elementwise functions")}),
     (models.CachedTable, {"norm": ("fold", "")}),
     (norms.GatedNorm, {"norm": ("fold", ""), "gated": ("share", "their product recomputed")}),
     (
