@@ -280,7 +280,8 @@ def readers(facts: Facts, chain: Chain) -> list[Consumer]:
 def _obstacle(facts: Facts, chains: list[Chain]) -> str | None:
     """What keeps the values of chains from waiting."""
     for chain in chains:
-        held = [t for t in chain.sources if storage_key(t) in facts.state_keys]  # in each forward
+        held = [t for t in chain.sources if storage_key(t) in facts.state_keys]
+        # of the model's own, any write: that of the next forward may come before this one's backward
         writer = facts.writes.later(chain.sources, min(chain.ops)) or facts.writes.later(held, 0)
         if writer is not None:
             return f"its input is written in place by {writer}"
