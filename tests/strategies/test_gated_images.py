@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -225,6 +226,21 @@ def test_models_of_timm(name: str) -> None:
     found, expected = (step(one, x, DOUBLE, count=True) for one in (model, twin))
     assert found.saved < 0.5 * expected.saved
     assert_rounded(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of the compiler itself
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("gate", GATES)
+def test_copies_and_compiled_nets_train_alike(gate: Any) -> None:
+    model, twin = (one.double() for one in pair(gate))
+    x = images().double()
+    others = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    compiled = torch.compile(copy.deepcopy(model), backend="aot_eager")
+    expected = step(twin, x)
+    for net in (model, *others):
+        assert_rounded(step(net, x), expected)
+    assert torch.allclose(compiled(x), expected.outputs[0], rtol=1e-10, atol=1e-10)
+    assert torch.allclose(model.eval()(x), twin.eval()(x), rtol=1e-10, atol=1e-10)
 
 
 def test_an_unpatched_net_is_as_it_was() -> None:
