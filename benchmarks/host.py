@@ -55,6 +55,21 @@ def swin() -> Built:
     return model, (torch.randn(1, 3, 224, 224),), True
 
 
+def convnext() -> Built:
+    model = timm.create_model("convnext_tiny", num_classes=0)
+    return model, (torch.randn(1, 3, 64, 64),), True
+
+
+def efficientnet() -> Built:
+    model = timm.create_model("efficientnet_b0", num_classes=0)
+    return model, (torch.randn(2, 3, 64, 64),), True
+
+
+def densenet() -> Built:
+    model = timm.create_model("densenet121", num_classes=0)
+    return model, (torch.randn(2, 3, 64, 64),), True
+
+
 def qwen() -> Built:
     heads = {"num_attention_heads": 14, "num_key_value_heads": 2, "num_hidden_layers": 12}
     sizes = {"hidden_size": 896, "intermediate_size": 4864, "vocab_size": WORDS}
@@ -84,6 +99,9 @@ MODELS: dict[str, Callable[[], Built]] = {
     "RoBERTa-base, 12 layers, autocast": roberta,
     "ViT-B/16, 12 blocks, autocast": vit,
     "Swin-T, 12 blocks, autocast": swin,
+    "ConvNeXt-T, 18 blocks, autocast": convnext,
+    "EfficientNet-B0, 16 blocks, autocast": efficientnet,
+    "DenseNet-121, 58 layers, autocast": densenet,
     "Qwen2-0.5B, 12 layers": qwen,
     "Gemma-3-1B, 12 layers": gemma,
     "GLM, 12 layers (attention layout)": glm,

@@ -11,6 +11,7 @@ from lowmem_patch.functional._implementation import Implementation as Implementa
 from lowmem_patch.functional._library import backward_number as backward_number
 from lowmem_patch.functional._library import below_modes as below_modes
 from lowmem_patch.functional._library import compilers_output as compilers_output
+from lowmem_patch.functional._library import direct_call as direct_call
 from lowmem_patch.functional._library import first_order as first_order
 from lowmem_patch.functional._library import in_compiler as in_compiler
 from lowmem_patch.functional._library import is_eager as is_eager

@@ -191,9 +191,7 @@ class Unstored(Deferred):
         def read(item: Any) -> Any:
             if not isinstance(item, Unstored):
                 return item
-            if item._value is None:
-                item.op.note_reader(func.overloadpacket.__name__)
-            value = item.read()
+            value = item.read_for(func.overloadpacket.__name__)
             origins[id(value)] = item
             return value
 
@@ -211,6 +209,12 @@ class Unstored(Deferred):
         if written and written[0] is not args[0]:  # torch counts no writes into a list
             torch.autograd.graph.increment_version(written)
         return tree_map(lambda item: origins.get(id(item), item), output)  # written in place
+
+    def read_for(self, name: str) -> Tensor:
+        """The values, for a torch function of this name."""
+        if self._value is None:
+            self.op.note_reader(name)
+        return self.read()
 
     def read(self) -> Tensor:
         """The values, computed once; below autograd."""

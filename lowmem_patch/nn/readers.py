@@ -17,6 +17,7 @@ from lowmem_patch.functional import in_compiler
 from lowmem_patch.nn.context import autocast_dtype, is_foreign, product_dtype
 from lowmem_patch.nn.deferred import READERS, Deferred, Unstored, value_of
 from lowmem_patch.nn.deferred_casts import Cast
+from lowmem_patch.nn.deferred_convolutions import read_convolution
 from lowmem_patch.nn.deferred_weights import AdaptedWeight, adapted_linear, multiplied, weight_of
 from lowmem_patch.nn.op import Op, Projection
 from lowmem_patch.nn.traced import join
@@ -318,6 +319,7 @@ _MOVES = (
 _BY_ROLE: tuple[tuple[Role, Callable[..., Any]], ...] = (
     (Role.GROUPED_MATMUL, _read_grouped),
     (Role.BATCHED_MATMUL, _read_batched),
+    (Role.CONVOLUTION, read_convolution),
     (Role.DROPOUT, _read_dropout),
     (Role.PRODUCT, _read_product),
     (Role.POWER, _read_power),

@@ -1,0 +1,166 @@
+"""Convolutions that read a deferred tensor: as torch's own, in less Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowmem_patch.nn.deferred import READERS, Unstored, defer
+from lowmem_patch.nn.deferred_ops import Activation
+from tests.support.judge import BAND
+
+Given = dict[str, Any]
+
+CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], Given]] = {
+    "1d": ((2, 4, 9), (6, 4, 3), {"padding": 1}),
+    "2d": ((2, 4, 9, 7), (6, 4, 3, 3), {"stride": (2, 1), "padding": (1, 0)}),
+    "3d": ((2, 4, 5, 4, 3), (6, 4, 2, 2, 2), {}),
+    "groups": ((2, 4, 9, 7), (8, 2, 3, 3), {"groups": 2, "dilation": 2}),
+    "depthwise": ((2, 4, 9, 7), (4, 1, 3, 3), {"groups": 4, "padding": 1}),
+    "point": ((2, 4, 9, 7), (6, 4, 1, 1), {}),
+    "same": ((2, 4, 9, 7), (6, 4, 3, 3), {"padding": "same"}),
+    "one image": ((4, 9, 7), (6, 4, 3, 3), {}),
+}
+BY_DIMENSIONS = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
+TORCHS_OWN = ("same", "one image")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Operators for which torch has asked the class of deferred tensors."""
+    names: list[str] = []
+    dispatch = Unstored.__dict__["__torch_dispatch__"].__func__
+
+    def noted(cls: Any, func: Any, *rest: Any) -> Any:
+        names.append(func.overloadpacket.__name__)
+        return dispatch(cls, func, *rest)
+
+    monkeypatch.setattr(Unstored, "__torch_dispatch__", classmethod(noted))
+    return names
+
+
+def deferred(x: Tensor) -> Unstored:
+    return defer(Activation("silu", reads=2), (x,))
+
+
+def tensors(shape: tuple[int, ...], weight: tuple[int, ...]) -> list[Tensor]:
+    torch.manual_seed(0)
+    found = [torch.randn(shape), torch.randn(weight), torch.randn(weight[0])]
+    return [one.requires_grad_() for one in found]
+
+
+def run(convolution: Callable[..., Tensor], given: list[Tensor], h: Tensor) -> list[Any]:
+    """The output and the gradients."""
+    y = convolution(h, *given[1:])
+    y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype))
+    return [y.detach(), *(one.grad for one in given)]
+
+
+def by_torch(convolution: Callable[..., Tensor], given: list[Tensor], h: Tensor) -> list[Any]:
+    """The same, where no reader knows convolutions."""
+    known = {name: READERS.pop(name) for name in ("conv1d", "conv2d", "conv3d")}
+    try:
+        return run(convolution, given, h)
+    finally:
+        READERS.update(known)
+
+
+def assert_same_bits(found: list[Any], expected: list[Any]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert one.dtype == other.dtype
+            assert one.stride() == other.stride()
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_a_convolution_gives_torchs_bits(name: str, autocast: bool, asked: list[str]) -> None:
+    shape, weight, settings = CASES[name]
+
+    def convolution(*given: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return BY_DIMENSIONS[len(weight)](*given, **settings)
+
+    given, twin = tensors(shape, weight), tensors(shape, weight)
+    found = run(convolution, given, deferred(given[0]))
+    assert bool(asked) == (name in TORCHS_OWN)
+    expected = by_torch(convolution, twin, deferred(twin[0]))
+    assert_same_bits(found, expected)
+
+
+def test_channels_that_lie_last_stay_so() -> None:
+    shape, weight, _ = CASES["2d"]
+    given, twin = tensors(shape, weight), tensors(shape, weight)
+    found, expected = (
+        call(F.conv2d, own, deferred(own[0].to(memory_format=torch.channels_last)))
+        for call, own in ((run, given), (by_torch, twin))
+    )
+    assert found[0].is_contiguous(memory_format=torch.channels_last)
+    assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("frozen", [(1,), (2,), (1, 2)])
+def test_frozen_tensors_get_no_gradient(frozen: tuple[int, ...]) -> None:
+    shape, weight, _ = CASES["2d"]
+    given, twin = tensors(shape, weight), tensors(shape, weight)
+    for own in (given, twin):
+        for place in frozen:
+            own[place].requires_grad_(False)
+    found = run(F.conv2d, given, deferred(given[0]))
+    expected = by_torch(F.conv2d, twin, deferred(twin[0]))
+    assert_same_bits(found, expected)
+
+
+def test_a_weight_read_twice_under_autocast_gets_both_gradients() -> None:
+    """A cast that autocast caches without a gradient would lose the plain reader's."""
+    shape, weight = (2, 4, 9, 7), (4, 4, 3, 3)
+
+    def twice(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.conv2d(F.conv2d(x, w, b), w)
+
+    given, twin = tensors(shape, weight), tensors(shape, weight)
+    found = run(twice, given, deferred(given[0]))
+    expected = run(twice, twin, F.silu(twin[0]))
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() <= BAND * torch.finfo(torch.bfloat16).eps * other.norm()
+
+
+def test_a_write_into_the_weight_before_backward_is_an_error() -> None:
+    given = tensors(*CASES["2d"][:2])
+    y = F.conv2d(deferred(given[0]), given[1])
+    with torch.no_grad():
+        given[1].mul_(2)
+    with pytest.raises(RuntimeError, match="the input or the weight of a convolution"):
+        y.sum().backward()
+
+
+def test_hooks_of_saved_tensors_see_the_values() -> None:
+    shape, weight, _ = CASES["2d"]
+    given, twin = tensors(shape, weight), tensors(shape, weight)
+    with torch.autograd.graph.save_on_cpu():
+        found = run(F.conv2d, given, deferred(given[0]))
+        expected = by_torch(F.conv2d, twin, deferred(twin[0]))
+    assert_same_bits(found, expected)
+
+
+def test_mixed_dtypes_raise_torchs_error() -> None:
+    x, weight, _ = tensors(*CASES["2d"][:2])
+    with pytest.raises(RuntimeError, match="type"):
+        F.conv2d(deferred(x), weight.double())
+
+
+def test_values_go_once_forward_and_backward_have_read_them() -> None:
+    given = tensors(*CASES["2d"][:2])
+    h = defer(Activation("silu", reads=1), (given[0],))
+    y = F.conv2d(h, given[1])
+    assert h.held_values() is None
+    y.sum().backward()
+    assert h.held_values() is None
