@@ -33,6 +33,7 @@ from lowmem_patch.nn.watched import is_of_norm
 from lowmem_patch.tracing.call_arguments import (
     MIRRORED,
     ElementwiseCall,
+    argument,
     as_plain,
     concatenation_call,
     elementwise_call,
@@ -229,11 +230,8 @@ def extended(
         chained: ids of the tensors of its chains.
     """
     tensors: list[Any] = _operands(args, kwargs, chained)
-    times = args[1:] if role_of(function_name(func)).has(Role.REPEAT) else ()
-    if not tensors or not _may_be_repeated(tensors[0], times):
-        return None
-    shape = _repeated(tensors[0].shape, times)
-    return _made(func, args, kwargs, tensors, shape, caller, chained)
+    shape = _shape_made(func, args, kwargs, tensors[0]) if tensors else None
+    return None if shape is None else _made(func, args, kwargs, tensors, shape, caller, chained)
 
 
 def concatenated(
@@ -274,7 +272,7 @@ def _made(
         return items[id(given)] if isinstance(given, Tensor) else given
 
     step = Step(func, tuple(map(item, args)), {name: item(one) for name, one in kwargs.items()})
-    if func is _concatenate:
+    if func is _concatenate or role_of(function_name(func)).has(Role.GATED_HALVES):
         dtype = tensors[0].dtype
     else:
         dtype = dtype_of(func, args, kwargs, device, autocast)
@@ -284,16 +282,32 @@ def _made(
     return defer(Chain(step, places, like, autocast, caller), tuple(sources))
 
 
-def _may_be_repeated(tensor: Tensor, times: tuple[int, ...]) -> bool:
-    """Whether torch takes so many times, and the result is laid out as the tensor: contiguous."""
-    return not times or (len(times) >= tensor.dim() and tensor.is_contiguous())
+def _shape_made(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], largest: Tensor
+) -> torch.Size | None:
+    """Of what a function makes; None where torch refuses the call, or may lay the result out otherwise."""
+    role = role_of(function_name(func))
+    if not role.has(Role.REPEAT | Role.GATED_HALVES):
+        return largest.shape
+    if not largest.is_contiguous():
+        return None
+    if role.has(Role.REPEAT):
+        return _repeated(largest.shape, args[1:])
+    return _halved(largest.shape, argument(args, kwargs, 1, "dim", -1))
 
 
-def _repeated(shape: torch.Size, times: tuple[int, ...]) -> torch.Size:
-    if not times:
-        return shape
+def _repeated(shape: torch.Size, times: tuple[int, ...]) -> torch.Size | None:
+    if len(times) < len(shape):
+        return None
     whole = (*(1,) * (len(times) - len(shape)), *shape)
     return torch.Size(length * count for length, count in zip(whole, times, strict=True))
+
+
+def _halved(shape: torch.Size, dim: Any) -> torch.Size | None:
+    if type(dim) is not int or not -len(shape) <= dim < len(shape) or shape[dim] % 2:
+        return None
+    dim %= len(shape)
+    return torch.Size((*shape[:dim], shape[dim] // 2, *shape[dim + 1 :]))
 
 
 def _joined(

@@ -214,14 +214,15 @@ class _FloorCount:
         root = self._root(tensor)[0]
         repeated = floor_sites.of_repeated(self.makers, root)
         product = repeated or self._product(root, by_rows=True)
+        whole = floor_sites.before_parts(self.makers, root)
         if product is None:
-            product = self._product(floor_sites.before_parts(self.makers, root), by_rows=True)
+            product = self._product(whole, by_rows=True)
         if product is None and not self.gathered[id(root)]:  # experts save what they gather of
-            whole = self._before_numbers(root)
-            product = floor_sites.of_residual(self.makers, whole, self.norms)
+            term = self._before_numbers(root)
+            product = floor_sites.of_residual(self.makers, term, self.norms)
         if product is not None:
             return [source for factor in product for source in self._before_product(factor)]
-        parts = floor_sites.parts_of(self.makers, root)
+        parts = floor_sites.parts_of(self.makers, whole)
         if parts:
             return [source for part in parts for source in self._sources(part)]
         activation = self.activations.get(id(root)) or self._squared_relu(root)

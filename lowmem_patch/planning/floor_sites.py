@@ -141,9 +141,10 @@ def before_modulation(makers: dict[int, Op], tensor: Tensor, norms: Sites) -> Te
 
 
 def parts_of(makers: dict[int, Op], tensor: Tensor) -> Sequence[Tensor]:
-    """What a tensor was concatenated of."""
+    """What a tensor was concatenated of, or of whose halves it is the gated product."""
     op = makers.get(id(tensor))
-    return op.reads if op is not None and op.role.has(Role.CONCATENATION) else ()
+    made = op is not None and op.role.has(Role.CONCATENATION | Role.GATED_HALVES)
+    return op.reads if op is not None and made else ()
 
 
 def before_parts(makers: dict[int, Op], tensor: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ _RECOMPUTE = recompute.DeferredActivation.strategy
 # functions: a single one, or a cast, is its readers' to know, but for one that is read through a view, and
 # for a product that is multiplied with a weight
 _FEWEST = 2
+_PRODUCTS = Role.PRODUCT | Role.GATED_HALVES
 _WORTH = 1e-3  # Python looks at each function of the forward
 
 
@@ -262,7 +263,7 @@ def _is_viewed(facts: Facts, chain: Chain) -> bool:
 def _feeds_a_weight(facts: Facts, chain: Chain) -> bool:
     """Whether a matmul of a weight, or a convolution, reads what a chain of products makes."""
     functions = [op for op in chain.ops.values() if not op.role.has(Role.CAST)]
-    products = bool(functions) and all(op.role.has(Role.PRODUCT) for op in functions)
+    products = bool(functions) and all(op.role.has(_PRODUCTS) for op in functions)
     return products and any(
         _saves_sources(facts, op, tensor)
         for tensor in chain.made.values()

@@ -1,5 +1,5 @@
-"""Chains of elementwise functions of a module's forward, found in a trace; some begin with a repeat or end
-in a concatenation."""
+"""Chains of elementwise functions of a module's forward, found in a trace; some begin with a repeat or a gate
+of halves, or end in a concatenation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lowmem_patch.tracing.call_arguments import ElementwiseCall, elementwise_cal
 from lowmem_patch.tracing.op_roles import OF_ELEMENTS, Role
 from lowmem_patch.tracing.trace import Op, Trace
 
-_STEPS = OF_ELEMENTS | Role.REPEAT | Role.CONCATENATION
+_STEPS = OF_ELEMENTS | Role.REPEAT | Role.CONCATENATION | Role.GATED_HALVES
 # An op that makes at most this share of the numbers of what is made of it is no step, and its result is
 # saved: a condition has one row for each image, and a reader makes all tokens. Small steps cost Python as
 # much.
@@ -171,9 +171,8 @@ def _is_elementwise(op: Op) -> bool:
     none of torch.func's, which have no storage."""
     if any(map(torch._C._functorch.is_functorch_wrapped_tensor, op.outputs)):
         return False
-    if op.role.has(Role.REPEAT | Role.CONCATENATION):
-        joins = op.role.has(Role.CONCATENATION)
-        lies = all(t.is_contiguous() for t in op.reads) if joins else True
+    if op.role.has(Role.REPEAT | Role.CONCATENATION | Role.GATED_HALVES):
+        lies = op.role.has(Role.REPEAT) or all(t.is_contiguous() for t in op.reads)
         return op.outputs[0].is_floating_point() and lies
     shape = largest_shape(op.reads)
     floating = len(op.outputs) == 1 and (

@@ -26,6 +26,7 @@ class Role(enum.Flag):
     EXPAND = enum.auto()
     REPEAT = enum.auto()  # as expand, in memory of its own
     CONCATENATION = enum.auto()  # of several tensors
+    GATED_HALVES = enum.auto()  # one half of a tensor, times the sigmoid of the other
     ALIAS = enum.auto()  # the same memory, which torch's signatures do not tell
     PERMUTE = enum.auto()  # by a list of dimensions
     TRANSPOSE = enum.auto()  # of two dimensions, which are given
@@ -88,6 +89,7 @@ _TABLE: tuple[tuple[Role, tuple[str, ...]], ...] = (
     (Role.EXPAND, ("expand", "expand_as")),
     (Role.REPEAT, ("repeat",)),
     (Role.CONCATENATION, ("cat", "concat", "concatenate")),
+    (Role.GATED_HALVES, ("glu",)),
     (Role.PERMUTE, ("permute",)),
     (Role.TRANSPOSE, ("transpose", "swapaxes", "swapdims")),
     (Role.MOVE_AXES, ("t", "T", "movedim")),
