@@ -224,7 +224,7 @@ def test_bad_memory_and_solve_are_refused(llama: Path) -> None:
     refused("inspect", llama, "--solve", "length", naming="needs --memory or --fit")
     refused("inspect", llama, "--host-memory", "8GiB", naming="needs --fit")
     both = ("--fit", "8GiB", "--memory", "8GiB", "--solve", "batch")
-    refused("inspect", llama, *both, naming="give one of them")
+    refused("inspect", llama, *both, naming="leave one of the two out")
     refused("inspect", llama, "--fit", "8GiB", "--host-memory", "much", naming="no size of memory")
 
 

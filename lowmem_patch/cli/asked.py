@@ -32,7 +32,7 @@ class Asked:
             raise ConfigError("--solve needs --memory or --fit: say into how much it shall fit")
         if self.solve is not None and self.memory is not None and self.fit is not None:
             raise ConfigError(
-                "--solve looks for a size within --fit or within --memory: give one of them"
+                "--solve looks for a size within --fit or within --memory: leave one of the two out"
             )
         if self.fit is not None and checkpointing:
             raise ConfigError("--fit decides what runs again: leave --checkpointing out")

@@ -48,6 +48,9 @@ CurveOption = Annotated[
     ),
 ]
 RowsOption = Annotated[int | None, typer.Option(min=1, help="Rows of a step; 4, or the shape's.")]
+TokensOption = Annotated[
+    int | None, typer.Option(min=1, help="Tokens per row; 512, or the shape's.")
+]
 AutocastOption = Annotated[
     bool | None,
     typer.Option("--autocast/--no-autocast", help="Under bfloat16 autocast; or as the shape."),
@@ -66,7 +69,7 @@ def bench(
     train: options.RealTrainOption = "full",
     lora_rank: options.RankOption = None,
     batch_size: RowsOption = None,
-    seq_len: options.LengthOption = None,
+    seq_len: TokensOption = None,
     dtype: options.DtypeOption = options.StoredDtype.auto,
     autocast: AutocastOption = None,
     device: options.DeviceOption = options.Device.auto,

@@ -53,7 +53,8 @@ JsonOption = Annotated[
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 BatchOption = Annotated[int, typer.Option(min=1, help="Rows of the example input.")]
 LengthOption = Annotated[
-    int | None, typer.Option(min=1, help="Tokens per row, for models that read tokens.")
+    int | None,
+    typer.Option(min=1, help="Tokens per row, for models that read tokens. [default: 16]"),
 ]
 DtypeOption = Annotated[StoredDtype, typer.Option(help="Of the parameters; auto: the config's.")]
 RankOption = Annotated[int | None, typer.Option(min=1, help="Rank of the adapters. [default: 8]")]

@@ -20,7 +20,7 @@ from lowmem_patch.functional._implementation import Implementation, dispatched, 
 from lowmem_patch.functional._ownership import can_be_overwritten
 
 # torch has no operator of its own for the first two, and its operators save the output of the others
-_OWN_OPERATOR = ("quick_gelu", "relu_squared", "relu", "sigmoid", "tanh")
+_NOT_TORCHS = ("quick_gelu", "relu_squared", "relu", "sigmoid", "tanh")
 
 
 def gradients(
@@ -132,7 +132,7 @@ def activation(
     check_floating("activation", "x", x)
     if _library.knows_no_operators(x, up) or _library.is_transformed():
         return compiled.activation(x, kind, up)
-    if up is None and implementation == "auto" and kind not in _OWN_OPERATOR:
+    if up is None and implementation == "auto" and kind not in _NOT_TORCHS:
         return reference.activate(x, kind)
     if not _library.wants_gradient(x, up):
         resolve(implementation, x, up)
@@ -151,12 +151,12 @@ def differentiable_activation(
 
 def saves_input(kind: ActivationKind) -> bool:
     """Whether torch has one operator for it, whose gradient is computed from its input."""
-    return kind not in _OWN_OPERATOR
+    return kind not in _NOT_TORCHS
 
 
 def computed_again(x: Tensor, up: Tensor | None = None, *, kind: ActivationKind) -> Tensor:
     """The bits that `activation` gave for these; no gradient."""
-    if up is None and kind not in _OWN_OPERATOR:
+    if up is None and kind not in _NOT_TORCHS:
         return reference.activate(x, kind)
     y: Tensor = _activation(x, up, kind, resolve("auto", x, up))
     return y
@@ -174,7 +174,7 @@ def activation_gradients(
         given_away: checkpoint computed the sources again, for this alone: gradients may take their places.
     """
     gated = len(sources) == 2
-    if not gated and kind not in _OWN_OPERATOR:
+    if not gated and kind not in _NOT_TORCHS:
         return (reference.activate_backward(dy, sources[0], kind),)
     chosen = resolve("auto", *sources)
     if gated and given_away and can_be_overwritten(dy, *sources):

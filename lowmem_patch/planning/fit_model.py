@@ -156,9 +156,9 @@ def _helps(suggestions: Sequence[Suggestion], budget: int, least: int) -> list[s
         for suggestion in suggestions
         if suggestion.total <= max(budget, (1 - _WORTH) * least)
     ]
-    heading = "any change that says fits is enough; each of these makes the least budget smaller:"
+    heading = "each of these changes makes the least budget smaller; one that says fits is enough:"
     if all(suggestion.total > budget for suggestion in helps):
-        heading = "no single change makes it fit; each of these makes the least budget smaller:"
+        heading = "each of these changes makes the least budget smaller; none is enough by itself:"
     lines = [
         f"  {suggestion.name}: {size_text(suggestion.total)}"
         + (", fits" if suggestion.total <= budget else "")

@@ -46,7 +46,7 @@ class Site:
     """
 
     name: str
-    kind: str  # layer_norm, rms_norm, gelu, gelu_tanh, silu, quick_gelu, relu_squared, chain, or other
+    kind: str  # what it is, as layer_norm, gelu, batch_norm, linear, attention, chain, or other
     strategy: str  # fold, share, codes, recompute, keep
     reason: str
     consumers: tuple[str, ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from os import PathLike
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -27,8 +28,10 @@ def checked_model(model: object, call: str) -> None:
             f"{call} takes a model, and {model.__name__} is a class: make a model of it"
         )
     mend = "give the model that it holds, such as trainer.model or pipeline.unet"
-    if model is None or isinstance(model, (tuple, list)):
+    if model is None or isinstance(model, (tuple, list, FunctionType)):
         mend = "give one model"
+    elif hasattr(model, "model_type"):
+        mend = "make a model of it, such as AutoModelForCausalLM.from_config(config)"
     raise ConfigError(f"{call} takes a torch.nn.Module, and got a {type(model).__name__}: {mend}")
 
 

@@ -61,8 +61,16 @@ def as_example_inputs(inputs: Any) -> ExampleInputs:
         return found
     if isinstance(inputs, tuple):
         return ExampleInputs(inputs)
+    kind = type(inputs).__name__
+    mend = _MENDS.get(kind, "take one batch, such as next(iter(dataloader))")
     raise TraceError(
         "example_inputs must be one batch: a mapping of tensors (the forward's keyword arguments), a tuple "
-        f"of its arguments, or one tensor. This is a {type(inputs).__name__}: take one batch, such as "
-        "next(iter(dataloader))"
+        f"of its arguments, or one tensor. This is a {kind}: {mend}"
     )
+
+
+_MENDS = {
+    "ndarray": "make a tensor of it by torch.from_numpy",
+    "str": "let a tokenizer make tensors of it",
+    "list": "give a batch that a DataLoader has collated, or a tuple of the forward's arguments",
+}

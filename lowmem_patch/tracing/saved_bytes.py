@@ -35,6 +35,10 @@ from lowmem_patch.tracing.observers import (
 )
 from lowmem_patch.tracing.op_roles import Role, function_name, role_of
 
+_backward_number: Any = (
+    torch._C._current_graph_task_id
+)  # of the backward that runs; -1 outside of one
+
 
 def storage_key(tensor: Tensor) -> int:
     """Identity of the storage behind a tensor, the same for all its views; valid while it lives."""
@@ -204,10 +208,11 @@ class _RunningFunction(FunctionObserver):
 
 @contextlib.contextmanager
 def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
-    """Count what autograd saves while the context is open; read the result after it closed.
+    """Count what autograd saves of the forwards in the context; read the result after it closed.
 
     Not counted is what was let go before the saver's caller ended (nobody took the result's gradient), what
-    a budget's level ``attention`` keeps, and what waits in the host's memory.
+    a budget's level ``attention`` keeps, what waits in the host's memory, and what a backward computes again
+    and saves meanwhile. A forward without gradients saves nothing.
 
     Raises:
         ConfigError: ``model`` is no module.
@@ -221,72 +226,84 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
     # held as long as their keys: offloading exchanges them in the forward
     held = (*model.parameters(), *model.buffers())
     weights = {storage_key(part) for tensor in held for part in parts_of(tensor)}
-    first: dict[int, _First] = {}  # also keeps the storage alive, so that its key stays unique
-    savers: dict[int, Counter[Saver]] = {}  # how often autograd holds a storage for each
-    watched: set[weakref.ref[_Held]] = set()
-    deferred: list[tuple[Any, Saver]] = []  # counted at the end: they may let their values go
     copies = _WeightCopies(weights)
     result, running = SavedBytes(), _RunningFunction(weights, copies.copies)
     # a cast of a weight that autocast remembers from before would not be seen to be one
     torch.clear_autocast_cache()
     with module_stack(model) as stack:
-
-        def pack(tensor: Tensor) -> _Held:
-            saver = running.saver(stack)
-            if hasattr(tensor, "held_values"):
-                deferred.append((tensor, saver))
-                return _Held(tensor)
-            held = _Held(tensor if tensor.is_leaf else _without_graph(tensor))
-            for part in parts_of(tensor):
-                if storage_key(part) not in weights:
-                    count(part, held, saver)
-            return held
-
-        def count(tensor: Tensor, held: _Held, saver: Saver) -> None:
-            key = storage_key(tensor)
-            depth = max(len(stack) - 1, 1)  # of the call of the module that calls this one
-            caller = stack[depth - 1 : depth]
-
-            def let_go(reference: weakref.ref[_Held]) -> None:
-                watched.discard(reference)
-                # a later release depends on who else holds the outputs: a trace holds all of them
-                if caller and stack[depth - 1 : depth] == caller:
-                    _drop(saver, key, first, savers)
-
-            if key not in first:
-                first[key] = _First(tensor.untyped_storage(), tensor.shape, tensor.dtype)
-            savers.setdefault(key, Counter())[saver] += 1
-            watched.add(weakref.ref(held, let_go))
-
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor)
+        counted = _Counted(weights, running, stack)
+        hooks = torch.autograd.graph.saved_tensors_hooks(counted.pack, counted.unpack)
         with hooks, copies, running, ended_checkpoints():
             yield result
-    _add_held(deferred, first, savers)
-    _add_up(result, model, first, savers, copies.copies)
+    counted.add_waiting()
+    _add_up(result, model, counted.first, counted.savers, copies.copies)
 
 
-def _drop(
-    saver: Saver, key: int, first: dict[int, _First], savers: dict[int, Counter[Saver]]
-) -> None:
-    """One of those who saved a storage let it go."""
-    savers[key][saver] -= 1
-    savers[key] = +savers[key]
-    if not savers[key]:
-        del first[key], savers[key]
+class _Counted:
+    """The storages that autograd holds for forwards.
 
+    Attributes:
+        first: also keeps the storage alive, so that its key stays unique.
+        savers: how often autograd holds a storage for each.
+    """
 
-def _add_held(
-    deferred: Sequence[tuple[Any, Saver]],
-    first: dict[int, _First],
-    savers: dict[int, Counter[Saver]],
-) -> None:
-    """Add the values of deferred tensors that autograd saved; those that were let go hold none."""
-    for tensor, saver in deferred:
-        values = tensor.held_values()
-        if values is not None:
-            one = _First(values.untyped_storage(), values.shape, values.dtype)
-            first.setdefault(storage_key(values), one)
-            savers.setdefault(storage_key(values), Counter())[saver] += 1
+    def __init__(self, weights: set[int], running: _RunningFunction, stack: list[str]) -> None:
+        self.first: dict[int, _First] = {}
+        self.savers: dict[int, Counter[Saver]] = {}
+        self._weights, self._running, self._stack = weights, running, stack
+        self._watched: set[weakref.ref[_Held]] = set()
+        self._waiting: list[tuple[Any, Saver]] = []  # deferred tensors
+
+    def pack(self, tensor: Tensor) -> _Held:
+        saver, waits = self._running.saver(self._stack), hasattr(tensor, "held_values")
+        held = _Held(tensor if tensor.is_leaf or waits else _without_graph(tensor))
+        if _backward_number() != -1:
+            return held
+        if waits:
+            self._waiting.append((tensor, saver))
+        for part in () if waits else parts_of(tensor):
+            if storage_key(part) not in self._weights:
+                self._count(part, held, saver)
+        return held
+
+    def unpack(self, held: _Held) -> Tensor:
+        self.add_waiting()  # before a backward computes them
+        return held.tensor
+
+    def _count(self, tensor: Tensor, held: _Held, saver: Saver) -> None:
+        key, stack = storage_key(tensor), self._stack
+        depth = max(len(stack) - 1, 1)  # of the call of the module that calls this one
+        caller = stack[depth - 1 : depth]
+
+        def let_go(reference: weakref.ref[_Held]) -> None:
+            self._watched.discard(reference)
+            # a later release depends on who else holds the outputs: a trace holds all of them
+            if caller and stack[depth - 1 : depth] == caller:
+                self._drop(saver, key)
+
+        self._add(tensor, saver)
+        self._watched.add(weakref.ref(held, let_go))
+
+    def _add(self, tensor: Tensor, saver: Saver) -> None:
+        key = storage_key(tensor)
+        if key not in self.first:
+            self.first[key] = _First(tensor.untyped_storage(), tensor.shape, tensor.dtype)
+        self.savers.setdefault(key, Counter())[saver] += 1
+
+    def _drop(self, saver: Saver, key: int) -> None:
+        """One of those who saved a storage let it go."""
+        self.savers[key][saver] -= 1
+        self.savers[key] = +self.savers[key]
+        if not self.savers[key]:
+            del self.first[key], self.savers[key]
+
+    def add_waiting(self) -> None:
+        """Add the values of deferred tensors, at the end: they may let them go."""
+        for tensor, saver in self._waiting:
+            values = tensor.held_values()
+            if values is not None:
+                self._add(values, saver)
+        self._waiting.clear()
 
 
 def _add_up(
