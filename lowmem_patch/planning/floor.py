@@ -226,10 +226,9 @@ class _FloorCount:
         if parts:
             return [source for part in parts for source in self._sources(part)]
         activation = self.activations.get(id(root)) or self._squared_relu(root)
-        before = floor_sites.before_modulation(self.makers, tensor, self.norms)
-        if activation is None and before is tensor:
+        if activation is None:
             return [self._before_site(self._of_one(root))]
-        return [self._before_channels(before if activation is None else activation.source)]
+        return [self._before_channels(activation.source)]
 
     def _before_product(self, factor: Tensor) -> Sequence[Tensor]:
         inner = self._product(self._root(factor)[0], by_rows=True)

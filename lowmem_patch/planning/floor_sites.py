@@ -126,20 +126,6 @@ def _are_of(tensors: Sequence[Tensor], shape: torch.Size) -> bool:
     return len(tensors) == 2 and all(tensor.shape == shape for tensor in tensors)
 
 
-def before_modulation(makers: dict[int, Op], tensor: Tensor, norms: Sites) -> Tensor:
-    """The norm's output of which ``norm(x) * (1 + scale) + shift`` was made, with a scale and shift that all
-    tokens share, or ``tensor``: it is computed again from what the norm's backward needs anyway."""
-
-    def source_of(op: Op, output: Tensor) -> Tensor | None:
-        if id(output) in norms or op.writes or not op.role.has(Role.PRODUCT | Role.SUM):
-            return None
-        wholes = [t for t in op.reads if t.shape == output.shape]
-        return wholes[0] if len(wholes) == 1 else None
-
-    source = list(backward(makers, tensor, source_of))[-1]
-    return source if id(source) in norms else tensor
-
-
 def parts_of(makers: dict[int, Op], tensor: Tensor) -> Sequence[Tensor]:
     """What a tensor was concatenated of, or of whose halves it is the gated product."""
     op = makers.get(id(tensor))
