@@ -239,7 +239,8 @@ class _FloorCount:
     def _before_site(self, tensor: Tensor) -> Tensor:
         """What an activation, and a norm over channels in front of it, made a tensor of."""
         activation = self.activations.get(id(self._root(tensor)[0]))
-        return self._before_channels(tensor if activation is None else activation.source)
+        before = tensor if activation is None else self._before_numbers(activation.source)
+        return self._before_channels(before)
 
     def _of_one(self, tensor: Tensor) -> Tensor:
         return floor_sites.of_one(self.makers, tensor, (self.activations, self.norms))
@@ -317,7 +318,8 @@ class _FloorCount:
             product = self._product(op.outputs[0]) if op.outputs else None
             if product is not None and op.outputs[0].requires_grad:
                 for factor in product if product[0].requires_grad else product[:1]:
-                    self._add(factor, op.module, "activations")
+                    for source in self._before_product(factor):
+                        self._add(source, op.module, "activations")
 
     def _losses(self) -> None:
         """The gradient of a head's input for each row whose logits a cross entropy reads."""
