@@ -7,6 +7,7 @@ are run again with gradients, once for all who read the value and for the gradie
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Set
 from typing import Any, NamedTuple
 
@@ -119,6 +120,8 @@ class Chain(Op):
         leaves, value = self._graph or self._with_graph(sources)
         self._let_go()
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        if not wanted:  # all were frozen since
+            return (None,) * len(leaves)
         found = iter(torch.autograd.grad(value, wanted, dy, allow_unused=True))
         return tuple(next(found) if leaf.requires_grad else None for leaf in leaves)
 
@@ -147,7 +150,9 @@ class Chain(Op):
         like = self.like._replace(shape=func(one, *rest, **kwargs).shape)
         h.was_bypassed = self.may_be_bypassed = True
         step = Step(func, (self.last, *rest), kwargs)
-        return defer(Chain(step, self.places, like, self.autocast, self.caller), h.sources)
+        op = Chain(step, self.places, like, self.autocast, self.caller)
+        op.past = (weakref.ref(h), *self.past)
+        return defer(op, h.sources)
 
     def times(self, h: Deferred, other: Any) -> Any:
         whole = isinstance(other, (int, float)) or (
@@ -278,8 +283,11 @@ def _made(
         dtype = dtype_of(func, args, kwargs, device, autocast)
     if dtype == torch.bool or not any(tensor.requires_grad for tensor in tensors):
         sources = [source.detach() for source in sources]  # to which a mask has no gradient
-    like = Value(shape, dtype)
-    return defer(Chain(step, places, like, autocast, caller), tuple(sources))
+    op = Chain(step, places, Value(shape, dtype), autocast, caller)
+    before = [tensor for tensor in tensors if id(tensor) in chained]
+    past = (one for h in before for one in (weakref.ref(h), *h.op.past))
+    op.past = tuple({id(one): one for one in past}.values())
+    return defer(op, tuple(sources))
 
 
 def _shape_made(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -62,7 +63,7 @@ class NormedChannels(Op):
             return NotImplemented
         op = NormedChannels(self.norm._replace(kind=kind), reads)
         if not in_place:
-            h.was_bypassed = True
+            h.was_bypassed, op.past = True, (weakref.ref(h),)
             return defer(op, h.sources)
         # whoever holds the norm's output, as a hook may, reads there what the activation wrote
         torch.autograd.graph.increment_version(h)

@@ -17,6 +17,7 @@ function, a hook, a checkpoint behind it. A write, a hook or a request for the m
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -40,7 +41,7 @@ from lowmem_patch.functional import (
     without_torch_function,
 )
 from lowmem_patch.nn.frames import never_compiled_alone
-from lowmem_patch.nn.op import Op, refuse_bypassed, strides_like, waits_for_gradient
+from lowmem_patch.nn.op import Op, refuse_bypassed, waits_for_gradient
 from lowmem_patch.nn.shared_memory import (
     MADE_OUTSIDE,
     SharedMemory,
@@ -314,14 +315,14 @@ class _Defer(torch.autograd.Function):
             ctx.save_for_backward(*sources)
         elif op.holds:
             ctx.held, ctx.versions = sources, [source._version for source in sources]
-        first, shape = sources[0], op.shape(sources)
         h: Unstored = _wrapper(
             Unstored,
-            shape,
-            strides=strides_like(first) if shape == first.shape else None,
+            op.shape(sources),
+            strides=op.strides(sources),
             dtype=op.dtype(sources),
-            device=first.device,
+            device=sources[0].device,
         )
+        ctx.made = weakref.ref(h)
         return h
 
     @staticmethod
@@ -334,7 +335,22 @@ class _Defer(torch.autograd.Function):
             if [source._version for source in sources] != ctx.versions:
                 raise RuntimeError(ctx.op.written_source)
         found = ctx.op.gradients(dy, *sources)
+        for made in (ctx.made, *ctx.op.past):
+            if (h := made()) is not None:
+                _keep_values(h, sources)
         return None, *(g if need else None for g, need in zip(found, needs, strict=True))
+
+
+def _keep_values(h: Unstored, sources: tuple[Tensor, ...]) -> None:
+    """Hold the values of a tensor that outlives its readers, as what a hook has kept does: an optimizer may
+    write into the parameters of which they would be computed, and a fused one leaves no trace there."""
+    trains = any(source.is_leaf and source.requires_grad for source in sources)
+    if not trains or torch._C._autograd._get_current_graph_task_keep_graph():
+        return
+    with without_torch_function():
+        if not h.is_stale():
+            h.read()
+            h.held = True
 
 
 # Function.apply without its search for torch.func's wrappers, where nothing is deferred

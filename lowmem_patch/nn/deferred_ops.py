@@ -96,6 +96,9 @@ class Activation(Op):
             dtype = torch.promote_types(dtype, other.dtype)
         return dtype
 
+    def strides(self, sources: tuple[Tensor, ...]) -> tuple[int, ...] | None:
+        return super().strides(sources) if len(sources) == 1 else None  # of a product
+
     def compute(self, *sources: Tensor) -> Tensor:
         return computed_again(*sources, kind=self.kind)
 

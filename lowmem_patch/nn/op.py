@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -43,6 +44,7 @@ class Op:
         written_view: the error where it was written, and another that shares its memory would not see it.
         elementwise: a view of the value is computed from views of the sources.
         holds: it needs them, and no reader saves them: they are held while the deferred tensor lives.
+        past: weak references to deferred tensors of the same sources whose gradient goes past them to this.
     """
 
     written_source = (
@@ -59,6 +61,7 @@ class Op:
     saves = True
     holds = False
     elementwise = False
+    past: tuple[weakref.ref[Any], ...] = ()
 
     def dtype(self, sources: tuple[Tensor, ...]) -> torch.dtype:
         """Of the value."""
@@ -67,6 +70,10 @@ class Op:
     def shape(self, sources: tuple[Tensor, ...]) -> torch.Size:
         """Of the value."""
         return sources[0].shape
+
+    def strides(self, sources: tuple[Tensor, ...]) -> tuple[int, ...] | None:
+        """Of the value; None where it is contiguous."""
+        return strides_like(sources[0]) if self.shape(sources) == sources[0].shape else None
 
     def compute(self, *sources: Tensor) -> Tensor:
         """The value, from plain tensors."""
