@@ -350,7 +350,7 @@ def _keep_values(h: Unstored, sources: tuple[Tensor, ...]) -> None:
     with without_torch_function():
         if not h.is_stale():
             h.read()
-            h.held = True
+            h._exposed = True  # readers take them
 
 
 # Function.apply without its search for torch.func's wrappers, where nothing is deferred
