@@ -151,7 +151,7 @@ class Chain(Op):
         h.was_bypassed = self.may_be_bypassed = True
         step = Step(func, (self.last, *rest), kwargs)
         op = Chain(step, self.places, like, self.autocast, self.caller)
-        op.past = (weakref.ref(h), *self.past)
+        op.past = _past(h)
         return defer(op, h.sources)
 
     def times(self, h: Deferred, other: Any) -> Any:
@@ -284,10 +284,14 @@ def _made(
     if dtype == torch.bool or not any(tensor.requires_grad for tensor in tensors):
         sources = [source.detach() for source in sources]  # to which a mask has no gradient
     op = Chain(step, places, Value(shape, dtype), autocast, caller)
-    before = [tensor for tensor in tensors if id(tensor) in chained]
-    past = (one for h in before for one in (weakref.ref(h), *h.op.past))
-    op.past = tuple({id(one): one for one in past}.values())
+    op.past = _past(*(tensor for tensor in tensors if id(tensor) in chained))
     return defer(op, tuple(sources))
+
+
+def _past(*before: Deferred) -> tuple[weakref.ref[Any], ...]:
+    """As of an `Op` that makes one more step of these."""
+    found = (one for h in before for one in (weakref.ref(h), *h.op.past))
+    return tuple({id(one): one for one in found}.values())
 
 
 def _shape_made(
