@@ -75,7 +75,7 @@ class Chain(Op):
             block.
     """
 
-    may_be_bypassed = False
+    may_be_bypassed, outlives = False, True
 
     def __init__(
         self, last: Step, places: dict[Leaf, int], like: Value, autocast: Autocast, caller: Caller

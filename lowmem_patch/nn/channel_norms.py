@@ -41,6 +41,8 @@ class NormedChannels(Op):
         "leave this module alone (norms: keep)"
     )
 
+    outlives = True
+
     def __init__(self, norm: ChannelNorm, reads: int = 1) -> None:
         self.norm, self.reads = norm, reads
 

@@ -322,7 +322,7 @@ class _Defer(torch.autograd.Function):
             dtype=op.dtype(sources),
             device=sources[0].device,
         )
-        ctx.made = weakref.ref(h)
+        ctx.made = (weakref.ref(h),) if op.outlives else ()
         return h
 
     @staticmethod
@@ -335,7 +335,7 @@ class _Defer(torch.autograd.Function):
             if [source._version for source in sources] != ctx.versions:
                 raise RuntimeError(ctx.op.written_source)
         found = ctx.op.gradients(dy, *sources)
-        for made in (ctx.made, *ctx.op.past):
+        for made in (*ctx.made, *ctx.op.past):
             if (h := made()) is not None:
                 _keep_values(h, sources)
         return None, *(g if need else None for g, need in zip(found, needs, strict=True))

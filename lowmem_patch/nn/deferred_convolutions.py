@@ -18,7 +18,6 @@ from lowmem_patch.functional import (
     first_order,
     in_compiler,
     is_transformed,
-    saved_tensors,
     without_autocast,
     without_torch_function,
 )
@@ -83,7 +82,7 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     @first_order("convolution")
     def backward(ctx: Any, dy: Tensor) -> Any:
-        x, weight = saved_tensors(ctx, "the input or the weight of a convolution")
+        x, weight = ctx.saved_tensors  # who wrote into one gets torch's own error
         needs = ctx.needs_input_grad[:3]
         with without_torch_function(), without_autocast(weight.device.type):
             # who packs what is saved may give an ordinary tensor back

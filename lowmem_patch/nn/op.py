@@ -44,6 +44,7 @@ class Op:
         written_view: the error where it was written, and another that shares its memory would not see it.
         elementwise: a view of the value is computed from views of the sources.
         holds: it needs them, and no reader saves them: they are held while the deferred tensor lives.
+        outlives: it may be read after the backward, when an optimizer has written into a source.
         past: weak references to deferred tensors of the same sources whose gradient goes past them to this.
     """
 
@@ -61,6 +62,7 @@ class Op:
     saves = True
     holds = False
     elementwise = False
+    outlives = False
     past: tuple[weakref.ref[Any], ...] = ()
 
     def dtype(self, sources: tuple[Tensor, ...]) -> torch.dtype:
