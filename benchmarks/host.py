@@ -16,6 +16,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,19 +56,9 @@ def swin() -> Built:
     return model, (torch.randn(1, 3, 224, 224),), True
 
 
-def convnext() -> Built:
-    model = timm.create_model("convnext_tiny", num_classes=0)
-    return model, (torch.randn(1, 3, 64, 64),), True
-
-
-def efficientnet() -> Built:
-    model = timm.create_model("efficientnet_b0", num_classes=0)
-    return model, (torch.randn(2, 3, 64, 64),), True
-
-
-def densenet() -> Built:
-    model = timm.create_model("densenet121", num_classes=0)
-    return model, (torch.randn(2, 3, 64, 64),), True
+def _images(name: str, batch: int = BATCH) -> Built:
+    """A convolutional net of timm, on small images."""
+    return timm.create_model(name, num_classes=0), (torch.randn(batch, 3, 64, 64),), True
 
 
 def qwen() -> Built:
@@ -99,9 +90,9 @@ MODELS: dict[str, Callable[[], Built]] = {
     "RoBERTa-base, 12 layers, autocast": roberta,
     "ViT-B/16, 12 blocks, autocast": vit,
     "Swin-T, 12 blocks, autocast": swin,
-    "ConvNeXt-T, 18 blocks, autocast": convnext,
-    "EfficientNet-B0, 16 blocks, autocast": efficientnet,
-    "DenseNet-121, 58 layers, autocast": densenet,
+    "ConvNeXt-T, 18 blocks, autocast": partial(_images, "convnext_tiny", 1),
+    "EfficientNet-B0, 16 blocks, autocast": partial(_images, "efficientnet_b0"),
+    "DenseNet-121, 58 layers, autocast": partial(_images, "densenet121"),
     "Qwen2-0.5B, 12 layers": qwen,
     "Gemma-3-1B, 12 layers": gemma,
     "GLM, 12 layers (attention layout)": glm,

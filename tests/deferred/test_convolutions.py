@@ -159,7 +159,10 @@ def test_mixed_dtypes_raise_torchs_error() -> None:
 
 def test_values_go_once_forward_and_backward_have_read_them() -> None:
     given = tensors(*CASES["2d"][:2])
-    h = defer(Activation("silu", reads=1), (given[0] * 1,))  # of a leaf an optimizer may write
+    x = (
+        given[0] * 1
+    )  # no leaf, which an optimizer may write, so that values would be held for who keeps h
+    h = defer(Activation("silu", reads=1), (x,))
     y = F.conv2d(h, given[1])
     assert h.held_values() is None
     y.sum().backward()

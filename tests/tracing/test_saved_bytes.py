@@ -21,7 +21,7 @@ class Gated(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x)
         if self.checkpoints:
-            h = checkpoint(self.last, h, use_reentrant=False)
+            h = checkpoint(self.last, h, use_reentrant=True)
             assert isinstance(h, Tensor)
             return h
         y: Tensor = self.last(h)
