@@ -13,6 +13,7 @@ from lowmem_patch.config import ConfigLike, PatchConfig, given_config, load_conf
 from lowmem_patch.errors import ConfigError, NothingToPatchError, PatchError, TraceError
 from lowmem_patch.memory.model_states import Training
 from lowmem_patch.nn.context import is_fsdp_unit
+from lowmem_patch.nn.folded_norms import refuse_unfolded
 from lowmem_patch.nn.gammas import check_before_forward, check_gammas, forget_after_forward
 from lowmem_patch.nn.head import forget_reads, notes_of_heads
 from lowmem_patch.nn.norms import MSNorm
@@ -390,4 +391,4 @@ def _refuse_unfolded_weights(
     """Refuse before anything was loaded, so that the model stays whole."""
     for name, module in model.named_modules():
         if isinstance(module, MSNorm) and module.folded:
-            module.refuse_unfolded(state_dict, f"{prefix}{name}." if name else prefix)
+            refuse_unfolded(module, state_dict, f"{prefix}{name}." if name else prefix)

@@ -339,11 +339,11 @@ def _joined(
             tensor.op.may_be_bypassed = tensor.was_bypassed = True
         elif id(tensor) not in items:
             items[id(tensor)] = leaf = Leaf()
-            places[leaf] = _place_in(sources, _saved_for(tensor))
+            places[leaf] = _place_in(sources, saved_for(tensor))
     return sources, places, items
 
 
-def _saved_for(tensor: Tensor) -> Tensor:
+def saved_for(tensor: Tensor) -> Tensor:
     """What is saved of an operand: of an activation, or a norm that waits, nothing: it is computed again."""
     known = isinstance(tensor, Deferred) and type(tensor.op) in (Activation, NormedChannels)
     if not isinstance(tensor, Deferred) or not known or tensor.is_changed():

@@ -1,4 +1,4 @@
-"""The op behind a norm that waits for its Linear behind row moves."""
+"""Norms that wait: one for its Linear behind row moves, and one whose input is computed again."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lowmem_patch.functional import in_compiler, ms_norm
+from lowmem_patch.functional import in_compiler, ms_norm, without_torch_function
+from lowmem_patch.nn.chain_steps import Leaf, Step, autocast_of
+from lowmem_patch.nn.chains import Caller, Chain, Value, saved_for
+from lowmem_patch.nn.context import is_foreign, needs_gradient, unfreed
 from lowmem_patch.nn.deferred import Deferred, defer, value_of
 from lowmem_patch.nn.deferred_linears import project
-from lowmem_patch.nn.deferred_ops import Dropped
+from lowmem_patch.nn.deferred_ops import Activation, Dropped
 from lowmem_patch.nn.op import Op, Projection
 from lowmem_patch.nn.stored import keep
 
@@ -57,9 +60,12 @@ class Norm(Op):
         bias = next(given) if self.shifts else None
         return ms_norm(x, weight, bias, self.settings, self.to, z_dtype=z_dtype)[0]
 
-    def _saving_z(self, *sources: Tensor) -> Tensor:
+    def saving_z(self, *sources: Tensor) -> Tensor:
         """The norm for a gradient: z tells it whatever gamma is, and nobody checks this one."""
-        return self._norm(*sources, z_dtype=self.to)
+        is_z = not (self.scales or self.shifts)  # the output itself
+        return self._norm(
+            *sources, z_dtype=self.to if torch.is_grad_enabled() and not is_z else None
+        )
 
     def _read(self, x: Tensor, *parameters: Tensor) -> Tensor:
         """The norm as its Linear shall read it."""
@@ -68,14 +74,14 @@ class Norm(Op):
         same = len(own) == len(parameters) and all(map(lambda a, b: a is b, own, parameters))
         if in_compiler() or (same and module.settings_for(x) == self.settings):
             return module.normed(x, self.to)
-        return self._saving_z(x, *parameters)
+        return self.saving_z(x, *parameters)
 
     def gradients(self, dy: Tensor, *sources: Tensor) -> tuple[Tensor | None, ...]:
         with torch.enable_grad():
             # leaves: hooks of the parameters themselves would run here, too
             leaves = [source.detach().requires_grad_(source.requires_grad) for source in sources]
             wanted = [leaf for leaf in leaves if leaf.requires_grad]
-            found = iter(torch.autograd.grad(self._saving_z(*leaves), wanted, dy))
+            found = iter(torch.autograd.grad(self.saving_z(*leaves), wanted, dy))
         return tuple(next(found) if leaf.requires_grad else None for leaf in leaves)
 
     def moved(self, h: Deferred, move: Callable[[Tensor], Tensor]) -> Any:
@@ -93,3 +99,29 @@ class Norm(Op):
 
     def dropped(self, h: Deferred, p: float) -> Any:
         return Dropped.of(h, p, (h.plain(),), None)
+
+
+def norm_of_computed(
+    module: MSNorm, x: Tensor, compute: Callable[..., Tensor] | None = None
+) -> Deferred | None:
+    """The norm of what an activation makes; it and the activation are computed again of what that saves.
+
+    None where x holds values that nobody computes again, where others than Linears read the norm, and where a
+    compiler looks on.
+
+    Args:
+        compute: gives the norm's value, of x and the module's parameters; by default what `Norm` computes.
+    """
+    if not isinstance(x, Deferred) or in_compiler() or not module.waits_for_linears():
+        return None
+    with without_torch_function():
+        own = [parameter for parameter in module.own_affine() if parameter is not None]
+        waits = type(x.op) is Activation and not x.is_changed() and needs_gradient(x)
+        if not waits or any(map(is_foreign, own)):
+            return None
+        norm, leaves = Norm(module, x), [Leaf() for _ in (x, *own)]
+        places = {leaf: place for place, leaf in enumerate(leaves)}
+        step = Step(compute or norm.saving_z, tuple(leaves), {})
+        like, autocast = Value(x.shape, norm.to), autocast_of(x.device.type)
+        op = Chain(step, places, like, autocast, Caller(viewed=True))
+        return defer(op, (saved_for(x), *map(unfreed, own)))

@@ -1,22 +1,30 @@
 """Gated norms that save the gate and one tensor beside it: ``norm(x) * act(gate)``, ``norm(x * act(gate))``.
 
 In the first form the norm saves its output, which the product needs, and the Linear behind it computes the
-product again from both (as of a SwiGLU). In the second the product is not saved: x and the gate are, and
-the norm's output, which the Linear saves as well.
+product again from both (as of a SwiGLU). In the second x and the gate are saved, and the Linear computes the
+product and the norm again; where others read it, or a compiler looks on, the norm's output is saved as well.
 """
 
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowmem_patch.formulas import FORWARD
-from lowmem_patch.functional import ActivationKind, Affine, activation, in_compiler, ms_norm
+from lowmem_patch.functional import (
+    ActivationKind,
+    Affine,
+    NormSettings,
+    activation,
+    in_compiler,
+    ms_norm,
+)
 from lowmem_patch.nn.context import is_foreign, may_be_freed, needs_gradient
 from lowmem_patch.nn.deferred import value_of
+from lowmem_patch.nn.deferred_norms import norm_of_computed
 from lowmem_patch.nn.deferred_ops import Activation, Normed
 from lowmem_patch.nn.norms import MSRMSNorm
 from lowmem_patch.nn.stored import attach
@@ -52,7 +60,12 @@ class GatedMSRMSNorm(MSRMSNorm):
             y = self.normed(x, dtype)
             return y if gate is None else self._product(self.gating, gate, value_of(y))
         given = x if gate is None else self._multiplied(gate, x)
-        return self.normed(given, dtype) if self.groups == 1 else self._of_groups(given, x, dtype)
+        groups = None if self.groups == 1 else self._groups_of(x, dtype)
+        made = norm_of_computed(self, given, None if groups is None else groups.norm)
+        if made is not None:
+            return made
+        given = value_of(given)
+        return self.normed(given, dtype) if groups is None else self._of_groups(given, groups)
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         x, gate = self.arguments
@@ -74,23 +87,27 @@ class GatedMSRMSNorm(MSRMSNorm):
 
     def _multiplied(self, gate: Tensor, x: Tensor) -> Tensor:
         """The norm's input times the gate; of float16 in float32, as it was: float16 has no room for it."""
-        if _are_alike(gate, x) and x.dtype != torch.float16:
-            return activation(gate, self.kind, x)
-        return self._in_full_precision(gate, x)
+        if not _are_alike(gate, x) or x.dtype == torch.float16:
+            return self._in_full_precision(gate, x)
+        waits = self.waits_for_linears() and (needs_gradient(gate) or needs_gradient(x))
+        if waits and not (in_compiler() or is_foreign(gate) or is_foreign(x)):
+            return Activation(self.kind).of((gate, x))
+        return activation(gate, self.kind, x)
 
     def _in_full_precision(self, gate: Tensor, x: Tensor) -> Tensor:
         wide = torch.promote_types(torch.promote_types(gate.dtype, x.dtype), torch.float32)
         return x.to(wide) * FORWARD[self.kind](gate.to(wide))
 
-    def _of_groups(self, given: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """The norm of each group, times the weight, which has a number for each channel: z is saved, and the
-        Linear computes the product again."""
+    def _groups_of(self, x: Tensor, dtype: torch.dtype) -> _Groups:
+        low = min(dtype, x.dtype, key=attrgetter("itemsize"))
+        return _Groups(self.groups, self.settings_for(x), low, dtype)
+
+    def _of_groups(self, x: Tensor, groups: _Groups) -> Tensor:
+        """The norm of each group: z is saved, and the Linear computes the product again."""
         weight = self.weight
         assert weight is not None
-        low = min(dtype, x.dtype, key=attrgetter("itemsize"))
-        split = given.reshape(*given.shape[:-1], self.groups, given.shape[-1] // self.groups)
-        z = ms_norm(split, None, None, self.settings_for(x), low)[0].view(given.shape)
-        y = torch.mul(z, weight).to(dtype)
+        z = groups.normalized(x)
+        y = groups.scaled(z, weight)
         if in_compiler() or not needs_gradient(z) or is_foreign(z) or is_foreign(weight):
             return y
         held = weight.detach().clone() if may_be_freed() else weight
@@ -104,3 +121,25 @@ class GatedMSRMSNorm(MSRMSNorm):
 
 def _are_alike(gate: Tensor, other: Tensor) -> bool:
     return gate.dtype == other.dtype and gate.shape == other.shape
+
+
+class _Groups(NamedTuple):
+    """An RMSNorm of each of several groups of channels, whose weight has a number for each channel; z is made
+    in the dtype ``low``, and the product with the weight is cast to ``dtype``."""
+
+    number: int
+    settings: NormSettings
+    low: torch.dtype
+    dtype: torch.dtype
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.scaled(self.normalized(x), weight)
+
+    def normalized(self, x: Tensor) -> Tensor:
+        """z."""
+        split = x.reshape(*x.shape[:-1], self.number, x.shape[-1] // self.number)
+        return ms_norm(split, None, None, self.settings, self.low)[0].view(x.shape)
+
+    def scaled(self, z: Tensor, weight: Tensor) -> Tensor:
+        """z times the weight."""
+        return torch.mul(z, weight).to(self.dtype)

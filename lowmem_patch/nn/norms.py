@@ -7,7 +7,6 @@ z = (y - beta) / gamma; where gamma is near 0, the norm and its Linears save z. 
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch.constants import STOCK_NAMES
-from lowmem_patch.errors import PatchError, UnfoldedWeightsError
 from lowmem_patch.functional import (
     Affine,
     NormSettings,
@@ -24,7 +22,6 @@ from lowmem_patch.functional import (
     compiled,
     in_compiler,
     is_exporting,
-    is_transformed,
     ms_norm,
     packs_saved_tensors,
 )
@@ -39,10 +36,11 @@ from lowmem_patch.nn.context import (
     trains_here,
 )
 from lowmem_patch.nn.deferred import value_of
-from lowmem_patch.nn.deferred_norms import Norm
+from lowmem_patch.nn.deferred_norms import Norm, norm_of_computed
 from lowmem_patch.nn.deferred_ops import Normed, Saved, Shared
-from lowmem_patch.nn.gamma_checks import GammaCheck, GammaChecks
-from lowmem_patch.nn.gammas import can_be_checked, check_gammas, is_capturing
+from lowmem_patch.nn.folded_norms import refuse_changes, refuse_unfolded
+from lowmem_patch.nn.gamma_checks import GammaChecks
+from lowmem_patch.nn.gammas import can_be_checked, check_gammas
 from lowmem_patch.nn.stored import attach, keep
 from lowmem_patch.nn.watched import mark, marked_as, watch
 
@@ -56,6 +54,8 @@ class OutputUse:
         full_precision_autocast: under a GPU's autocast the original computes and returns float32.
         output: the dtype follows the ``input`` (Gemma), the ``weight`` (T5) or ``both``, promoted (LLaMA).
         behind_row_moves: the output is deferred behind row moves, to the Linear that reads it.
+        of_computed: an activation makes the input, which is computed again, and Linears alone read the
+            output, its rows as they are: the norm is computed again as well.
         one_copy: ``always`` or ``autocast``: readers that cast the output keep no copy of their own.
         shares_copy: under autocast, Linears among other readers get one low-precision copy of the output.
         output_saved: an op that is no Linear saves the output, so that the norm had better save it too.
@@ -69,6 +69,7 @@ class OutputUse:
     full_precision_autocast: bool = False
     output: str = "input"
     behind_row_moves: bool = False
+    of_computed: bool = False
     one_copy: str | None = None
     shares_copy: bool = False
     output_saved: bool = False
@@ -174,8 +175,11 @@ class MSNorm(nn.Module):
         if x is None or others or named:
             x = one_tensor(self, x, others, named)
         if self.folded:
-            self._refuse_changes()
-        x = value_of(x)  # of an activation or a gated product that waits
+            refuse_changes(self)
+        made = norm_of_computed(self, x)
+        return self._of_values(value_of(x)) if made is None else made
+
+    def _of_values(self, x: Tensor) -> Tensor:
         # a compiler lays tensors out by itself, and cannot sort strides that are symbols
         if self.use.lies_as_input and not (in_compiler() or x.is_contiguous()):
             order = sorted(range(x.dim()), key=x.stride, reverse=True)
@@ -233,6 +237,10 @@ class MSNorm(nn.Module):
         if self._is_one_copy(y):
             return attach(y, Shared(y.grad_fn))
         return watch(y)
+
+    def waits_for_linears(self) -> bool:
+        """Whether Linears alone read the output, and would compute it again from a few tensors."""
+        return self.use.of_computed and not (self.folded or self.in_eight_bits)
 
     def _compiled(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """The norm as a compiler sees it."""
@@ -302,49 +310,6 @@ class MSNorm(nn.Module):
             bias = None if bias is None else bias.detach().clone()
         return Affine(weight, bias, self.settings)
 
-    def _refuse_changes(self) -> None:
-        replica = getattr(self, "_is_replica", False)  # of nn.DataParallel, which has no parameters
-        if self._parameters.keys() != {"weight", "bias"} and not replica:
-            raise PatchError(
-                "the weight of a norm was pruned or parametrized after its affine had been folded into the "
-                "next Linears, which would have no effect: call unpatch_model before, and patch_model again"
-            )
-        self._refuse_writes()
-        hooks = (*self._forward_hooks.values(), *self._forward_pre_hooks.values())
-        seen = any(not getattr(hook, "only_looks", False) for hook in hooks)
-        if seen and not in_compiler() and not is_fsdp_unit(self):
-            warnings.warn(
-                "a forward hook sees the output of a norm without gamma and beta, which were folded into the "
-                "next Linears: call patch_model again, which leaves this norm unfolded",
-                stacklevel=2,
-            )
-        if not torch.is_grad_enabled():
-            return
-        for parameter in (self.weight, self.bias):
-            if parameter is not None and parameter.requires_grad:
-                raise PatchError(
-                    "a norm whose affine was folded into the next Linears was set to train "
-                    "(requires_grad), which would have no effect: call patch_model again, after the "
-                    "last change of what trains and after get_peft_model"
-                )
-
-    def _refuse_writes(self) -> None:
-        """Raise where somebody wrote into a folded gamma or beta, or set another, which nobody would read."""
-        weight, bias, checks = self.weight, self.bias, self.gamma_checks
-        if in_compiler() or is_transformed() or not can_be_checked(weight, bias):
-            return
-        if checks.last is not None and checks.last.was_of(weight, bias):
-            return
-        if any(is_capturing(v.device) for v in (weight, bias) if v is not None):
-            return
-        for vector, identity in ((weight, self.settings.identity_weight), (bias, 0.0)):
-            if vector is not None and bool((vector.detach() != identity).any()):
-                raise PatchError(
-                    "gamma or beta of a norm was written after both had been folded into the next Linears, "
-                    "which would have no effect: call unpatch_model before, and patch_model again"
-                )
-        checks.last = GammaCheck(weight, bias)
-
     def _low_dtype(self, x: Tensor) -> torch.dtype | None:
         """The dtype in which autocast would make a copy of the output for each Linear that reads it."""
         low = autocast_dtype(x.device.type, x.dtype)
@@ -359,26 +324,11 @@ class MSNorm(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if self.folded:
-            self.refuse_unfolded(state_dict, prefix)
+            refuse_unfolded(self, state_dict, prefix)
         self.gamma_checks.forget()
         super()._load_from_state_dict(state_dict, prefix, *args)
         # for a compiler, which has its graphs made anew where this tells otherwise
         check_gammas([self])
-
-    def refuse_unfolded(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Raise when the weights to be loaded are not those of a folded model.
-
-        Raises:
-            UnfoldedWeightsError: gamma is not 1 (0 for 1 + w norms) or beta is not 0.
-        """
-        for name, identity in (("weight", self.settings.identity_weight), ("bias", 0.0)):
-            value = state_dict.get(prefix + name)
-            if value is not None and bool((value != identity).any()):
-                raise UnfoldedWeightsError(
-                    f"{prefix}{name} is not {identity:g} everywhere, but this norm's affine was folded "
-                    "into the next Linears: load into an unpatched model (unpatch_model) and patch "
-                    "again, or load weights that `lowmem-patch convert` folded"
-                )
 
     def extra_repr(self) -> str:
         size = None if self.weight is None else self.weight.numel()

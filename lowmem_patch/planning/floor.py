@@ -3,9 +3,9 @@
 The rule (for each token, and nothing else):
 
 1. the input of a matmul whose weight trains: once, in the compute dtype, shared by all its readers.
-   Where that input is act(x), act(gate) * up or x.repeat(...) * scores, what it is computed from counts
-   instead, since the input is recomputed; a cast made for an adapter, a dropout's result, and rows that
-   experts gather count as their source;
+   Where that input is act(x), act(gate) * up, a norm of one of these or x.repeat(...) * scores, what it is
+   computed from counts instead, since the input is recomputed; a cast made for an adapter, a dropout's
+   result, and rows that experts gather count as their source;
 2. what attention itself saves, as the model implements it, but no cast of a softmax's output, and nothing
    that elementwise functions made and others of them save;
 3. 2-bit codes of an activation whose input nothing above saves (1 bit where that is exact), statistics of
@@ -212,6 +212,9 @@ class _FloorCount:
     def _sources(self, tensor: Tensor) -> list[Tensor]:
         """What a value is recomputed from: itself, x of act(x), or gate and up."""
         root = self._root(tensor)[0]
+        norm = self.norms.get(id(root))
+        if norm is not None and self._is_of_activation(norm):
+            return self._sources(norm.source)
         repeated = floor_sites.of_repeated(self.makers, root)
         product = repeated or self._product(root, by_rows=True)
         whole = floor_sites.before_parts(self.makers, root)
@@ -229,6 +232,13 @@ class _FloorCount:
         if activation is None:
             return [self._before_site(self._of_one(root))]
         return [self._before_channels(activation.source)]
+
+    def _is_of_activation(self, norm: SiteCall) -> bool:
+        """Whether a norm of rows has act(x) or act(gate) * up for its input."""
+        source, maker = self._root(norm.source)[0], self.makers.get(id(norm.output))
+        if maker is not None and maker.role.has(Role.CHANNEL_NORM):
+            return False
+        return id(source) in self.activations or self._product(source) is not None
 
     def _before_product(self, factor: Tensor) -> Sequence[Tensor]:
         inner = self._product(self._root(factor)[0], by_rows=True)
@@ -370,7 +380,7 @@ class _FloorCount:
         seen = self._is_saved(output) or all(map(self._is_saved, self._sources(source)))
         if not seen and (source.requires_grad or gamma_trains(self.modules[norm.module])):
             self._add(output, norm.module, "norms")
-        if source.requires_grad:
+        if source.requires_grad and not self._is_of_activation(norm):
             rows = output.numel() // max(1, output.shape[-1])
             # of a batch norm there are fewer, one for each channel
             own = sum(s.bytes for s in held if math.prod(s.shape) < source.numel())

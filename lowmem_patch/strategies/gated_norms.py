@@ -18,7 +18,7 @@ from lowmem_patch.nn.norms import OutputUse
 from lowmem_patch.strategies.activations import next_to_nothing
 from lowmem_patch.strategies.norm_sites import NormSite
 from lowmem_patch.strategies.protocol import Facts, Found, PatchSite, Skip
-from lowmem_patch.strategies.share import eps_name, shared_norm
+from lowmem_patch.strategies.share import eps_name, read_as_it_lies, shared_norm
 from lowmem_patch.strategies.swap import Swap
 from lowmem_patch.tracing.consumers import (
     find_consumers,
@@ -80,10 +80,11 @@ def _patch_or_skip(
             site.name, site.kind, readers, spec.norm, facts.outputs(site.name), None, None
         )
         found = shared_norm(facts, config, inner, "").use
-        use = dataclasses.replace(found, behind_row_moves=False)
-        reason = (
-            "x, the gate and the norm's output kept, or z in its place; their product recomputed"
-        )
+        computed = read_as_it_lies(readers)
+        use = dataclasses.replace(found, behind_row_moves=False, of_computed=computed)
+        reason = "x and the gate kept, their product and the norm recomputed"
+        if not computed:
+            reason = "x, the gate and the norm's output kept, or z in its place; their product recomputed"
     else:
         # the product saves the norm's output
         use = OutputUse(output=spec.norm.output, output_saved=True)

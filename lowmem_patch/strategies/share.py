@@ -7,6 +7,7 @@ output does not tell it (`lowmem_patch.nn.gammas`). No weight changes.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
@@ -21,13 +22,14 @@ from lowmem_patch.nn.norm_classes import (
     StockMSRMSNorm,
 )
 from lowmem_patch.nn.norms import MSLayerNorm, MSNorm, MSRMSNorm, OutputUse
+from lowmem_patch.strategies.activations import ActivationSite, activation_sites, products
 from lowmem_patch.strategies.chains import chain_sources
 from lowmem_patch.strategies.head import head_names
 from lowmem_patch.strategies.lora import adapter_layers
 from lowmem_patch.strategies.norm_sites import NormSite, norm_sites
 from lowmem_patch.strategies.protocol import Facts, Found, Skip
 from lowmem_patch.strategies.swap import Swap
-from lowmem_patch.tracing.call_arguments import CalledFunction
+from lowmem_patch.tracing.call_arguments import CalledFunction, dropout_call
 from lowmem_patch.tracing.consumers import (
     Consumer,
     consumers_behind_dropouts,
@@ -44,6 +46,10 @@ from lowmem_patch.tracing.trace import Op
 _MOVES = REARRANGES | SELECTS | Role.ALIAS | Role.EXPAND | Role.REPEAT
 _AS_IT_LIES = OF_ELEMENTS | Role.CONCATENATION  # what rotary embeddings are written with
 _OR_Z = ", or its normalised input z if a gamma is so near 0 that the output does not give z"
+
+_COMPUTED = (
+    "nothing kept: its input is computed again, and so is the norm, for the Linears that read it"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +140,10 @@ def share_or_skip(
     reason = f"{who}: the norm's output" + ("" if whole else _OR_Z) + _no_gain(facts, site, read)
     if why_not_folded:
         reason += f"; not folded: {why_not_folded}"
-    return shared_norm(facts, config, site, reason)
+    patch = shared_norm(facts, config, site, reason)
+    if not patch.use.of_computed:
+        return patch
+    return dataclasses.replace(patch, reason=_COMPUTED, saves=0)
 
 
 def _no_gain(facts: Facts, site: NormSite, read: bool) -> str:
@@ -175,6 +184,7 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
         full_precision_autocast=site.spec.full_precision_autocast,
         output=site.spec.output,
         behind_row_moves=behind_row_moves,
+        of_computed=_is_of_computed(facts, config, site),
         one_copy=_one_copy(others, feeds_autocast, saves_casts, linears, dropped),
         shares_copy=not feeds_autocast and saves_casts and _shares_copy(facts, consumers, around),
         # Linears whose weights are sharded save the output of their own, and heads the rows that they read
@@ -196,6 +206,32 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
         function=site.function,
         saves=_statistics(site),
     )
+
+
+def read_as_it_lies(consumers: list[Consumer]) -> bool:
+    """Whether Linears alone read a norm's output, and no copy or view of it."""
+    whole = (c.use == "linear" and not (c.reshaped or c.copied) for c in consumers)
+    return bool(consumers) and all(whole)
+
+
+def _is_of_computed(facts: Facts, config: PatchConfig, site: NormSite) -> bool:
+    """Whether activations that are computed again make all inputs of a norm, or gated products of those do;
+    and Linears alone read it."""
+    if not read_as_it_lies(site.consumers):
+        return False
+    made: set[int] = facts.once(_is_of_computed, lambda: set(_computed(facts, config)))
+    calls = facts.calls_of(site.name)
+    return bool(calls) and all(call.inputs and id(call.inputs[0]) in made for call in calls)
+
+
+def _computed(facts: Facts, config: PatchConfig) -> Iterator[int]:
+    def drops_nothing(op: Op, _: Tensor) -> bool:
+        return op.role.has(Role.DROPOUT) and dropout_call(op.args, op.kwargs).p == 0
+
+    for site in activation_sites(facts, config):
+        if isinstance(site, ActivationSite) and site.chosen == "recompute":
+            made = [*facts.outputs(site.name), *products(site.consumers)]
+            yield from (id(path.end) for path in forward(facts.trace, made, drops_nothing))
 
 
 def _may_lie_as_input(
