@@ -81,6 +81,7 @@ CASES = {
     "Cohere 2": causal("Cohere2", hidden_size=4096, intermediate_size=14336, num_attention_heads=32),
     "GLM-4": causal("Glm4", pad_token_id=0),
     "Granite": causal("Granite"),
+    "BitNet": causal("BitNet"),
     "SmolLM3": causal("SmolLM3", pad_token_id=0),
     "StarCoder 2": causal("Starcoder2", num_attention_heads=24, num_key_value_heads=2),
     "GPT-NeoX": causal("GPTNeoX", hidden_size=2048, intermediate_size=8192, num_attention_heads=16),
