@@ -274,10 +274,10 @@ def rotary_cases() -> Iterator[Case]:
 
     qs = [queries() for _ in input_sets(size)]
     with torch.no_grad():
-        for name, transposed in (("forward", False), ("backward", True)):
+        for name, direction in (("forward", "forward"), ("backward", "transposed")):
             calls = [
-                lambda q=q, transposed=transposed: kernels.rotate(
-                    q, cos, sin, 1, transposed, None, DTYPE
+                lambda q=q, direction=direction: kernels.rotate(
+                    q, cos, sin, 1, direction, None, DTYPE
                 )
                 for q in qs
             ]

@@ -16,12 +16,14 @@ of y; the gradients of both are added first.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from lowmem_patch.constants import NormSettings
 from lowmem_patch.functional import _library, compiled
@@ -134,6 +136,7 @@ def _save(
     inputs: tuple[Any, ...],
     output: tuple[Any, ...],
     parts: tuple[Tensor, Tensor] | None = None,
+    saved_as: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
     x, weight, bias, settings, _, copy_dtype, z_dtype, implementation = inputs
     y, copy, z, rstd = output
@@ -144,7 +147,9 @@ def _save(
         elif copy_dtype is not None:
             y = copy
         if parts is None:
+            y = y if saved_as is None else saved_as(y)
             ctx.save_for_backward(y, rstd, weight, bias)
+            ctx.saved_as = None if saved_as is None else TensorWeakRef(y)
         else:
             memory = Memory.of(y)
             memory.hold(*parts)
@@ -156,7 +161,8 @@ def _save(
     ctx.copies = copy_dtype is not None
     ctx.shape = None if parts is None else y.shape
     # torch's checkpoint gives what it computes again, whatever was written into that
-    ctx.version = y._version if parts is None and is_checkpoint_packing() else None
+    packed = parts is None and saved_as is None and is_checkpoint_packing()
+    ctx.version = y._version if packed else None
     ctx.written = None if parts is None else ()  # of `save_copy`
     ctx.confirm = None  # set by who has to be asked before z is recovered from what is saved
     ctx.settings = settings, x.dtype
@@ -170,6 +176,8 @@ def _gradients(ctx: Any, dy: Tensor | None, d_copy: Tensor | None = None, *_: No
     y, *others = _library.saved_tensors(ctx, "the output of a norm, or its weight or bias,")
     if ctx.version is not None and y._version != ctx.version:
         raise _library.written("the output of a norm")
+    if hasattr(y, "detached"):  # what `saved_as` made, unless somebody packed it
+        y = y.detached()
     if ctx.shape is not None:
         scales, *others = others
         y = y.memory.read(y, scales).view(ctx.shape)
@@ -195,6 +203,25 @@ class _NormInEightBits(torch.autograd.Function):
 _call_in_eight_bits = _library.direct_call(_NormInEightBits)
 
 
+class _NormSavedAs(torch.autograd.Function):
+    """The op where something else stands for its output: what the last argument makes of it."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        *given, saved_as = arguments
+        ctx.set_materialize_grads(False)
+        output = _forward(*given)
+        _save(ctx, tuple(given), output, saved_as=saved_as)
+        return output[0]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None) -> Any:
+        return *_gradients(ctx, dy), None
+
+
+_call_saved_as = _library.direct_call(_NormSavedAs)
+
+
 def _may_store(*arguments: Any) -> bool:
     """Whether an op that no operator knows serves, and has anything to store."""
     x, _, _, _, out_dtype, *_ = arguments
@@ -214,6 +241,7 @@ def ms_norm(
     implementation: Implementation = "auto",
     trains: bool = False,
     eight_bits: bool = False,
+    saved_as: Callable[[Tensor], Tensor] | None = None,
 ) -> Outputs:
     """LayerNorm or RMSNorm over the last dimension that saves one output and one rstd per row.
 
@@ -233,6 +261,8 @@ def ms_norm(
         implementation: see `resolve`.
         trains: the caller knows that a gradient is wanted, and that no tensor is a DTensor.
         eight_bits: where ``trains``, and nobody but autograd looks on, the output is saved in 8 bits.
+        saved_as: where ``trains``, without a copy and z, makes of y what is saved in its place, whose method
+            ``detached`` gives y again.
 
     Returns:
         y and its copy, and z, which has no gradient: ``[..., N]``, contiguous; None for what has no dtype.
@@ -249,6 +279,8 @@ def ms_norm(
     if (x.dtype == torch.float64) != (out_dtype == torch.float64):
         raise TypeError(f"ms_norm: x is {x.dtype} but out_dtype is {out_dtype}")
     arguments = (x, weight, bias, settings, out_dtype, copy_dtype, z_dtype, chosen)
+    if trains and saved_as is not None:
+        return _call_saved_as(*arguments, saved_as), None, None
     if trains:
         call = _call_in_eight_bits if eight_bits and _may_store(*arguments) else _call_norm
         return _outputs(call(*arguments), copy_dtype, z_dtype)

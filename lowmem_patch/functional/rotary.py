@@ -1,7 +1,7 @@
 """The rotary position embedding in one pass each way.
 
 For each pair (x1, x2) of columns that turn, y1 = x1 c1 - x2 s1 and y2 = x2 c2 + x1 s2; the gradient is
-the transpose of that, so one op with a flag serves forward, backward and what comes behind. Saved: cos
+the transpose of that, so one op with a direction serves forward, backward and what comes behind. Saved: cos
 and sin, as in the framework's own formula, which takes five passes.
 """
 
@@ -25,7 +25,7 @@ def _rotate_fake(x: Tensor, *rest: Any) -> Tensor:
 
 
 _rotary = _library.Operator(
-    "rotary(Tensor x, Tensor cos, Tensor sin, int heads_dim, bool transposed, SymInt[]? strides, "
+    "rotary(Tensor x, Tensor cos, Tensor sin, int heads_dim, str direction, SymInt[]? strides, "
     "ScalarType out_dtype, str implementation) -> Tensor",
     dispatched("rotate"),
     _rotate_fake,
@@ -33,10 +33,11 @@ _rotary = _library.Operator(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, cos, sin, heads_dim, transposed, _, _, implementation = inputs
+    x, cos, sin, heads_dim, direction, _, _, implementation = inputs
     ctx.save_for_backward(cos, sin)
     # the gradient has the layout of x, whatever that of dy, so that views of it stay free
-    ctx.settings = (heads_dim, not transposed, output.stride(), x.dtype, implementation)
+    back = "transposed" if direction == "forward" else "forward"
+    ctx.settings = (heads_dim, back, output.stride(), x.dtype, implementation)
 
 
 def _gradient(ctx: Any, dy: Tensor | None) -> Any:
@@ -92,5 +93,26 @@ def rotary_embedding(
         if x.stride(-1) != 1 and torch.empty_like(x, device="meta").stride(-1) != 1:
             x = x.contiguous()
         chosen = resolve(implementation, x, cos, sin)
-        turned.append(_apply(x, cos, sin, heads_dim, False, None, result_dtype, chosen))
+        turned.append(_apply(x, cos, sin, heads_dim, "forward", None, result_dtype, chosen))
     return turned[0], turned[1]
+
+
+def turned_back(
+    turned: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads_dim: int,
+    strides: tuple[int, ...],
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """What `rotary_embedding` turned, up to the rounding of what came out; without a gradient.
+
+    Args:
+        turned: q' or k'.
+        cos, sin, heads_dim: as there; the halves of cos and sin are equal.
+        strides: of the result.
+        out_dtype: dtype of the result.
+    """
+    chosen = resolve("auto", turned, cos, sin)
+    back: Tensor = _rotary(turned, cos, sin, heads_dim, "inverse", strides, out_dtype, chosen)
+    return back

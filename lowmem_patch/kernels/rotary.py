@@ -1,9 +1,11 @@
-"""The rotary position embedding of one tensor, and its transpose, one pass each.
+"""The rotary position embedding of one tensor, its transpose and its inverse, one pass each.
 
 With R columns that turn, in halves x1 and x2, cos = (c1, c2) and sin = (s1, s2), whose halves may differ:
 
     y1 = x1 c1 - x2 s1,      y2 = x2 c2 + x1 s2,      y[R:] = x[R:]
     dx1 = dy1 c1 + dy2 s2,   dx2 = dy2 c2 - dy1 s1,   dx[R:] = dy[R:]
+
+The inverse is the transpose divided by c^2 + s^2, where the halves are equal; 0 where that is 0.
 
 Saved: cos and sin. A program takes some positions of one sequence and a block of heads; one
 that takes a single position reads its cos and sin once for all these heads.
@@ -37,8 +39,12 @@ def _load_angles(pointer, position, stride, column, mask, HALF: tl.constexpr):
 
 
 @triton.jit
-def _turn(x1, x2, c1, c2, s1, s2, TRANSPOSED: tl.constexpr):
-    if TRANSPOSED:
+def _turn(x1, x2, c1, c2, s1, s2, DIRECTION: tl.constexpr):
+    if DIRECTION == "inverse":
+        length = c1 * c1 + s1 * s1
+        length = tl.where(length == 0, float("inf"), length)
+        return (x1 * c1 + x2 * s2) / length, (x2 * c2 - x1 * s1) / length
+    elif DIRECTION == "transposed":
         return x1 * c1 + x2 * s2, x2 * c2 - x1 * s1
     else:
         return x1 * c1 - x2 * s1, x2 * c2 + x1 * s2
@@ -75,7 +81,7 @@ def _rotate_kernel(
     sin_position,
     HALF: tl.constexpr,
     REST: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
+    DIRECTION: tl.constexpr,
     BLOCK_POSITIONS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -101,7 +107,7 @@ def _rotate_kernel(
     y_ptr += batch * y_batch + (position * y_position + head * y_head)
     x1 = tl.load(x_ptr + column, mask=mask, other=0.0).to(tl.float32)
     x2 = tl.load(x_ptr + HALF + column, mask=mask, other=0.0).to(tl.float32)
-    y1, y2 = _turn(x1, x2, c1, c2, s1, s2, TRANSPOSED)
+    y1, y2 = _turn(x1, x2, c1, c2, s1, s2, DIRECTION)
     tl.store(y_ptr + column, y1.to(y_ptr.dtype.element_ty), mask=mask)
     tl.store(y_ptr + HALF + column, y2.to(y_ptr.dtype.element_ty), mask=mask)
     if REST > 0:
@@ -118,7 +124,7 @@ def _block_heads(heads: int, most: int) -> int:
 
 
 @cache
-def _launcher(half: int, rest: int, transposed: bool, block_heads: int) -> tuple[Launch, int]:
+def _launcher(half: int, rest: int, direction: str, block_heads: int) -> tuple[Launch, int]:
     """The launcher, and the positions of a program."""
     block, block_rest = triton.next_power_of_2(half), triton.next_power_of_2(max(1, rest))
     row = triton.next_power_of_2(2 * half + rest)
@@ -129,7 +135,7 @@ def _launcher(half: int, rest: int, transposed: bool, block_heads: int) -> tuple
         num_warps,
         HALF=half,
         REST=rest,
-        TRANSPOSED=transposed,
+        DIRECTION=direction,
         BLOCK_POSITIONS=block_positions,
         BLOCK_HEADS=block_heads,
         BLOCK=block,
@@ -148,13 +154,13 @@ def rotate(
     cos: Tensor,
     sin: Tensor,
     heads_dim: int,
-    transposed: bool,
+    direction: str,
     strides: Sequence[int] | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """x turned by the angles (turned back by the transpose), in ``out_dtype`` and ``strides``.
+    """x turned by the angles (``forward``), or by the transpose or the inverse.
 
-    ``strides`` None: those of ``torch.empty_like(x)``.
+    ``strides`` of the result; None: those of ``torch.empty_like(x)``.
     """
     if strides is None:
         y = torch.empty_like(x, dtype=out_dtype)
@@ -170,7 +176,7 @@ def rotate(
     columns, half = x.shape[-1], cos.shape[-1] // 2
     most = max(1, TILE // triton.next_power_of_2(columns))
     block_heads = _block_heads(heads, most)
-    launch, block_positions = _launcher(half, columns - 2 * half, transposed, block_heads)
+    launch, block_positions = _launcher(half, columns - 2 * half, direction, block_heads)
     blocks = -(-positions // block_positions)
     launch(
         (batches * blocks, -(-heads // block_heads), 1),

@@ -42,6 +42,7 @@ from lowmem_patch.nn.folded_norms import refuse_changes, refuse_unfolded
 from lowmem_patch.nn.gamma_checks import GammaChecks
 from lowmem_patch.nn.gammas import can_be_checked, check_gammas
 from lowmem_patch.nn.stored import attach, keep
+from lowmem_patch.nn.turned_norms import saved_output
 from lowmem_patch.nn.watched import mark, marked_as, watch
 
 
@@ -63,6 +64,7 @@ class OutputUse:
             output, and saves none of z.
         lies_as_input: no Linear and no matmul reads the output: it lies in memory as the input does, as that
             of elementwise operators would. Fused attention's then does, too: a Linear saves no copy of it.
+        turned: it is of queries or keys, which a rotary embedding turns (`lowmem_patch.nn.turned_norms`).
     """
 
     feeds_autocast: bool = False
@@ -75,6 +77,7 @@ class OutputUse:
     output_saved: bool = False
     output_moved: bool = False
     lies_as_input: bool = False
+    turned: bool = False
 
 
 class MSNorm(nn.Module):
@@ -88,6 +91,7 @@ class MSNorm(nn.Module):
         eps_name: the attribute that holds eps, as it did in the original: users set it. None in it leaves
             eps to torch, which takes that of the input's dtype in float64. Empty: that of ``settings`` stays.
         names: of gamma and beta in the state dict; empty: there is none. `NamedMSNorm` has others than these.
+        turns_back: whether the rotary embedding behind it has an inverse; None before the first one.
         in_eight_bits: the output is saved in 8 bits; where somebody packs what is saved, hooks do it.
     """
 
@@ -116,6 +120,7 @@ class MSNorm(nn.Module):
         self.eps_name = eps_name
         self.gamma_checks = GammaChecks()
         self.in_eight_bits = False
+        self.turns_back: bool | None = None
 
     def normalize(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """The norm's value in ``dtype``, by default :meth:`output_dtype`."""
@@ -213,7 +218,11 @@ class MSNorm(nn.Module):
         saved = dtype if copy is None else copy
         dtypes = (dtype, copy, saved if saves_z else None)
         settings, stored = self.settings_for(x), self.in_eight_bits and not packs_saved_tensors()
-        y, *more = ms_norm(x, weight, bias, settings, *dtypes, trains=trains, eight_bits=stored)
+        turned = self.use.turned and trains and copy is None and not (saves_z or stored)
+        saved_as = partial(saved_output, self) if turned else None
+        y, *more = ms_norm(
+            x, weight, bias, settings, *dtypes, trains=trains, eight_bits=stored, saved_as=saved_as
+        )
         if trains:
             mark(y)
         # an adapter may save the copy of what needs no gradient

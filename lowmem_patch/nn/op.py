@@ -195,13 +195,13 @@ def strides_like(like: Tensor) -> tuple[int, ...] | None:
     """The strides of an elementwise op's value; None where it is contiguous."""
     if like.is_contiguous():
         return None
-    if _is_dense(like):
+    if is_dense(like):
         return like.stride()
     made = torch.empty_like(like, device="meta")  # which counts as memory where a step is predicted
     return None if made.is_contiguous() else made.stride()
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill a memory of their number, in any order of the dimensions."""
     filled = 1
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

@@ -27,6 +27,7 @@ from lowmem_patch.functional import (
 )
 from lowmem_patch.nn.context import is_foreign
 from lowmem_patch.nn.own import give_forward
+from lowmem_patch.nn.turned_norms import note_turned
 
 Pair = tuple[Tensor, Tensor]
 
@@ -71,11 +72,13 @@ class Rotation:
         if not self._takes(q, k, cos, sin, heads_dim):
             return None
         dtype = None if self.keeps_dtype else torch.promote_types(q.dtype, cos.dtype)
-        if q.dim() == 4:
-            return rotary_embedding(q, k, cos, sin, heads_dim, dtype)
-        q, k, cos, sin = (tensor.unsqueeze(0) for tensor in (q, k, cos, sin))
-        q, k = rotary_embedding(q, k, cos, sin, heads_dim, dtype)
-        return q.squeeze(0), k.squeeze(0)
+        batched = q.dim() == 4
+        if not batched:
+            q, k, cos, sin = (tensor.unsqueeze(0) for tensor in (q, k, cos, sin))
+        turned = rotary_embedding(q, k, cos, sin, heads_dim, dtype)
+        for x, made in zip((q, k), turned, strict=True):
+            note_turned(x, made, cos, sin, heads_dim)
+        return turned if batched else (turned[0].squeeze(0), turned[1].squeeze(0))
 
     def _takes(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: Any) -> bool:
         """Whether the op computes the rotation of these tensors."""

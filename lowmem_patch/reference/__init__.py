@@ -341,21 +341,22 @@ def rotate(
     cos: Tensor,
     sin: Tensor,
     heads_dim: int,
-    transposed: bool,
+    direction: str,
     strides: Sequence[int] | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """The rotary position embedding of one tensor, or its transpose, which backward needs.
+    """The rotary position embedding of one tensor, or its transpose or inverse, which backward needs.
 
     With the first R columns in halves x1 and x2, cos = (c1, c2) and sin = (s1, s2):
-    y1 = x1 c1 - x2 s1, y2 = x2 c2 + x1 s2; transposed y1 = x1 c1 + x2 s2, y2 = x2 c2 - x1 s1. The other
+    y1 = x1 c1 - x2 s1, y2 = x2 c2 + x1 s2; transposed y1 = x1 c1 + x2 s2, y2 = x2 c2 - x1 s1. The inverse, of
+    equal halves of cos and sin, is the transpose divided by cos^2 + sin^2, and 0 where that is 0. The other
     columns are copied.
 
     Args:
         x: ``[B, H, S, D]`` or, with ``heads_dim`` 2, ``[B, S, H, D]``.
         cos, sin: ``[B or 1, S, R]``, R even and at most D.
         heads_dim: 1 or 2.
-        transposed: the transpose.
+        direction: ``forward``, ``transposed`` or ``inverse``.
         strides: of the result; None for those of ``torch.empty_like(x)``.
         out_dtype: dtype of the result.
     """
@@ -368,6 +369,10 @@ def rotate(
     x_turning, y_turning = (x[..., :size], y[..., :size]) if partial else (x, y)
     operand = cast(x_turning, dtype)
     cos, sin = (cast(angles.unsqueeze(heads_dim), dtype) for angles in (cos, sin))
+    transposed = direction != "forward"
+    if direction == "inverse":
+        length = cos.square() + sin.square()
+        cos, sin = ((angles / length).nan_to_num_(0.0, 0.0, 0.0) for angles in (cos, sin))
     # in place where no rounding comes behind
     turned = torch.mul(operand, cos, out=y_turning) if out_dtype == dtype else operand * cos
     (x1, x2), (y1, y2), (s1, s2) = (t.chunk(2, -1) for t in (operand, turned, sin))

@@ -28,6 +28,7 @@ from lowmem_patch.strategies.head import head_names
 from lowmem_patch.strategies.lora import adapter_layers
 from lowmem_patch.strategies.norm_sites import NormSite, norm_sites
 from lowmem_patch.strategies.protocol import Facts, Found, Skip
+from lowmem_patch.strategies.speed.rotary import rotating
 from lowmem_patch.strategies.swap import Swap
 from lowmem_patch.tracing.call_arguments import CalledFunction, dropout_call
 from lowmem_patch.tracing.consumers import (
@@ -179,6 +180,8 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
     saves_casts = config.linear_inputs != "keep"
     behind = _who_saves_it(facts, config, consumers)
     dropped = _is_dropped(behind, consumers)
+    lies_as_input = _may_lie_as_input(facts, config, site, behind)
+    turned = lies_as_input and site.name.rpartition(".")[0] in rotating(facts, config)
     use = OutputUse(
         feeds_autocast=feeds_autocast,
         full_precision_autocast=site.spec.full_precision_autocast,
@@ -189,11 +192,13 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
         shares_copy=not feeds_autocast and saves_casts and _shares_copy(facts, consumers, around),
         # Linears whose weights are sharded save the output of their own, and heads the rows that they read
         output_saved=dropped
+        or turned
         or _saved_by_others(facts, config, consumers)
         or facts.is_sharded
         or any(c.use == "linear" and c.text in head_names(facts, config) for c in consumers),
         output_moved=any(_reads_a_moved_view(consumer, site.outputs) for consumer in consumers),
-        lies_as_input=_may_lie_as_input(facts, config, site, behind),
+        lies_as_input=lies_as_input,
+        turned=turned,
     )
     return SharedNorm(
         site.name,

@@ -152,8 +152,8 @@ def rotary() -> Iterator[Any]:
     for heads, columns, size in LAYOUTS if EVERY_WIDTH else LAYOUTS[-1:]:
         x = torch.ones(1, 2, heads, columns, dtype=DTYPE).transpose(1, 2)
         for angles in (torch.ones(1, 2, size, dtype=dtype) for dtype in (DTYPE, torch.float32)):
-            for transposed in (False, True):
-                yield kernels.rotate(x, angles, angles, 1, transposed, None, DTYPE)
+            for direction in ("forward", "transposed", "inverse"):
+                yield kernels.rotate(x, angles, angles, 1, direction, None, DTYPE)
 
 
 def heads() -> Iterator[Any]:

@@ -51,8 +51,17 @@ class FusedRotary(Patch):
 
 def find(facts: Facts, config: PatchConfig) -> Found:
     """The modules among those that ran whose rotation can be one op."""
-    if config.attention != "fused":
-        return Found()
+    rotations = rotating(facts, config)
+    note = _note(facts, rotations) if config.attention == "fused" else None
+    return Found(list(rotations.values()), notes=[] if note is None else [note])
+
+
+def rotating(facts: Facts, config: PatchConfig) -> dict[str, FusedRotary]:
+    """These modules' patches, by name."""
+    return facts.once(rotating, lambda: _rotating(facts) if config.attention == "fused" else {})
+
+
+def _rotating(facts: Facts) -> dict[str, FusedRotary]:
     rotations = {}
     for name in facts.calls:
         module = facts.modules[name]
@@ -64,8 +73,7 @@ def find(facts: Facts, config: PatchConfig) -> Found:
             # a copy of its file is where nobody would look for what forward writes
             if rotation is not None and forward is not None and not _writes_names(forward):
                 rotations[name] = FusedRotary(name, rotation)
-    note = _note(facts, rotations)
-    return Found(list(rotations.values()), notes=[] if note is None else [note])
+    return rotations
 
 
 def _writes_names(forward: Any) -> bool:

@@ -1,0 +1,151 @@
+"""Norms of queries and keys that save what a rotation made of their output, as attention does.
+
+A norm saves its output y to recover z from it in backward. Behind a norm of queries stands the rotary
+embedding, and behind that attention, which saves the turned queries q' = R y. So nobody else needs y:
+
+    y = R^T q' / (cos^2 + sin^2),     up to the rounding of q'
+
+The norm saves a deferred tensor that holds y. The rotation, which finds it behind the history of what it
+reads, lets it hold q', cos and sin in the place of y. Where no rotation comes, y stays.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lowmem_patch.functional import in_compiler, packer, turned_back, without_torch_function
+from lowmem_patch.nn.deferred import Unstored
+from lowmem_patch.nn.gammas import is_capturing
+from lowmem_patch.nn.op import Op, is_dense
+
+if TYPE_CHECKING:
+    from lowmem_patch.nn.norms import MSNorm
+
+_WRITTEN = (
+    "lowmem_patch: the output of a norm, or what a rotary embedding made of it, was written in place, and "
+    "backward needs it as it was: write into a copy, or leave this norm alone (norms: keep)"
+)
+# how heads come to lie where a rotation reads them
+_VIEWS = frozenset(
+    f"{name}Backward0"
+    for name in ("Transpose", "View", "UnsafeView", "ReshapeAlias", "Permute", "Unsqueeze", "Alias")
+)
+_MOST_VIEWS = 4
+
+
+class _Output(Op):
+    """A norm's output, which is held until a rotation turned it."""
+
+    written_source = _WRITTEN
+    may_be_bypassed = False
+
+    def __init__(self, norm: MSNorm) -> None:
+        self.norm = norm
+
+
+class _TurnedBack(Op):
+    """A norm's output, computed of what a rotation made of it: the sources are that, cos and sin.
+
+    Args:
+        like: what the rotation read, a view of all of the output.
+        output: of the norm.
+    """
+
+    written_source = _WRITTEN
+    may_be_bypassed = False
+
+    def __init__(self, like: Tensor, output: Tensor, heads_dim: int) -> None:
+        self.settings = heads_dim, like.stride(), output.dtype
+        self.size, self.stride = output.shape, output.stride()
+
+    def compute(self, *sources: Tensor) -> Tensor:
+        turned, cos, sin = sources
+        return turned_back(turned, cos, sin, *self.settings).as_strided(self.size, self.stride)
+
+
+class NormOutput(Unstored):
+    """What stands for a norm's output where the norm saves it."""
+
+    def read(self) -> Tensor:
+        if self.was_written():
+            raise RuntimeError(_WRITTEN)
+        return super().read()
+
+    def was_written(self) -> bool:
+        """Whether somebody wrote into the output that is held."""
+        return self._value is not None and self._value._version != self._value_version
+
+
+_wrapper: Any = Tensor._make_wrapper_subclass
+
+
+def saved_output(norm: MSNorm, y: Tensor) -> NormOutput:
+    """What ``norm`` saves of its output, until a rotation turned that."""
+    h: NormOutput = _wrapper(
+        NormOutput, y.shape, strides=y.stride(), dtype=y.dtype, device=y.device
+    )
+    h.op, h.sources, h._adapts, h._packer = _Output(norm), (), False, packer()
+    h._value, h._value_version = y.detach(), y._version
+    return h
+
+
+def note_turned(x: Tensor, turned: Tensor, cos: Tensor, sin: Tensor, heads_dim: int) -> None:
+    """Let the norm whose output is ``x`` save what a rotation made of it, ``turned``, in its place.
+
+    Args:
+        x: ``[B, H, S, D]`` or, with ``heads_dim`` 2, ``[B, S, H, D]``.
+        turned: of the same shape.
+        cos, sin: ``[B or 1, S, R]``.
+    """
+    if in_compiler():
+        return
+    h = _saved_behind(x)
+    if h is None:
+        return
+    with without_torch_function():
+        y = h.held_values()
+        if y is None or type(h.op) is not _Output or h.was_written() or not _is_all_of(x, y):
+            return
+        if turned.dtype != y.dtype or not _turns_back(h.op.norm, cos, sin):
+            return
+        h.op, h.sources = _TurnedBack(x, y, heads_dim), (turned.detach(), cos, sin)
+        h._versions, h._value = [source._version for source in h.sources], None
+
+
+def _saved_behind(x: Tensor) -> NormOutput | None:
+    """What the norm that made a tensor, behind views, saves of its output."""
+    node: Any = x.grad_fn
+    for _ in range(_MOST_VIEWS):
+        reference = getattr(node, "saved_as", None)
+        if reference is not None:
+            found: NormOutput | None = reference()
+            return found
+        if node is None or node.name() not in _VIEWS:
+            return None
+        node = node.next_functions[0][0]
+    return None
+
+
+def _is_all_of(x: Tensor, y: Tensor) -> bool:
+    """Whether a tensor has the elements of another, in the same memory."""
+    same = x.untyped_storage()._cdata == y.untyped_storage()._cdata
+    return same and x.numel() == y.numel() and is_dense(x)
+
+
+def _turns_back(norm: MSNorm, cos: Tensor, sin: Tensor) -> bool:
+    """Whether the rotation has an inverse: both halves turn alike. It is the model's, and looked at once."""
+    if norm.turns_back is None:
+        if isinstance(cos, FakeTensor) or cos.is_meta:
+            return True
+        if is_capturing(cos.device):
+            return False
+        alike = [
+            (one[..., : one.shape[-1] // 2] == one[..., one.shape[-1] // 2 :]).all()
+            for one in (cos, sin)
+        ]
+        turns = (cos.detach().square() + sin.detach().square() > 0).all()
+        norm.turns_back = bool(alike[0] & alike[1] & turns)
+    return norm.turns_back
