@@ -10,7 +10,8 @@ The rule (for each token, and nothing else):
    that elementwise functions made and others of them save;
 3. 2-bit codes of an activation whose input nothing above saves (1 bit where that is exact), statistics of
    a norm's rows, one bit for each element of a dropout, and what no backward can do without: the output of
-   a norm that no trained matmul reads, and both factors of an act(gate) * up that no trained matmul reads;
+   a norm that no trained matmul reads, unless attention saves what a rotary embedding made of it, and both
+   factors of an act(gate) * up that no trained matmul reads;
 4. of a head and a cross entropy of its logits the gradient of the head's input, never logits.
 
 It is counted on the unpatched model, so that it does not depend on what a patch can do.
@@ -378,6 +379,7 @@ class _FloorCount:
         if not any(math.prod(storage.shape) >= source.numel() for storage in held):
             return  # constants, as those of a frozen batch norm, need no input
         seen = self._is_saved(output) or all(map(self._is_saved, self._sources(source)))
+        seen = seen or floor_sites.is_turned(self.trace, norm, self.attention)
         if not seen and (source.requires_grad or gamma_trains(self.modules[norm.module])):
             self._add(output, norm.module, "norms")
         if source.requires_grad and not self._is_of_activation(norm):

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from lowmem_patch.strategies.protocol import Facts
 from lowmem_patch.tracing.base_model import is_leaf
 from lowmem_patch.tracing.call_arguments import is_square
-from lowmem_patch.tracing.dataflow import backward, first_input
-from lowmem_patch.tracing.op_roles import OF_ELEMENTS, Role
+from lowmem_patch.tracing.dataflow import backward, first_input, forward
+from lowmem_patch.tracing.op_roles import OF_ELEMENTS, REARRANGES, SELECTS, Role
 from lowmem_patch.tracing.probes import NormSpec, looks_like_norm
 from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.shadow import tensors_in
@@ -27,6 +27,9 @@ class SiteCall(NamedTuple):
     source: Tensor
     output: Tensor
 
+
+# how rotary embeddings are written, and heads laid out
+_TURNS = OF_ELEMENTS | REARRANGES | SELECTS | Role.CONCATENATION
 
 Sites = dict[int, SiteCall]  # by the id of the output
 
@@ -163,6 +166,24 @@ def of_one(makers: dict[int, Op], tensor: Tensor, sites: tuple[Sites, ...]) -> T
         else:
             ends[id(value)] = value
     return next(iter(ends.values())) if len(ends) == 1 else tensor
+
+
+def is_turned(trace: Trace, norm: SiteCall, saved: set[int]) -> bool:
+    """Whether a rotary embedding, which has an inverse, made of a norm's output what is saved for attention.
+
+    Args:
+        saved: keys of storages.
+    """
+    around = norm.module.rpartition(".")[0]
+
+    def passes_on(op: Op, _: Tensor) -> bool:
+        inside = f"{op.module}.".startswith(f"{around}.")
+        return inside and not op.writes and op.role.has(_TURNS)
+
+    paths = list(forward(trace, [norm.output], passes_on))
+    swaps = any(path.op is not None and path.op.role.has(Role.CONCATENATION) for path in paths)
+    ends = (path.end for path in paths if path.end.numel() == norm.output.numel())
+    return swaps and any(storage_key(end) in saved for end in ends)
 
 
 def _module_role(facts: Facts, call: Call) -> Role:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lowmem_patch.functional import rotary_embedding
+from lowmem_patch.functional._implementation import module, resolve
 from tests.ops.conftest import INTERPRETED, Backend, part
 from tests.support.judge import assert_within_budget
 from tests.support.saved import saved_storages, storage_of
@@ -86,6 +87,29 @@ def test_rotary_is_torchs_within_its_own_error(
             (true,) = torch.autograd.grad(exact, wide, dy.double())
             assert_within_budget(mine, other, true)
             assert mine.stride() == torch.empty_like(x).stride()
+
+
+@pytest.mark.parametrize(("shape", "heads_dim"), part(SHAPES, [1, 2], of=2), ids=str)
+def test_the_inverse_gives_what_was_turned(
+    backend: Backend, shape: tuple[int, ...], heads_dim: int
+) -> None:
+    batches, positions, heads, _, columns, size = shape
+    x = torch.randn(batches, positions, heads, columns).to(backend.device)
+    x = x.transpose(1, 2) if heads_dim == 1 else x
+    phase = torch.randn(batches, positions, size // 2).repeat(1, 1, 2)
+    cos, sin = (
+        1.3 * angle.to(backend.device, torch.bfloat16) for angle in (phase.cos(), phase.sin())
+    )
+    cos[:, :1] = sin[:, :1] = 0
+    y, _ = ours(x, x, cos, sin, backend, heads_dim=heads_dim)
+    rotate = module(resolve(backend.implementation, x)).rotate
+    back = rotate(y, cos, sin, heads_dim, "inverse", x.stride(), torch.float32)
+    lost = torch.zeros_like(x, dtype=torch.bool)
+    lost.narrow(3 - heads_dim, 0, min(1, positions))[..., :size] = True
+    # each of two roundings is at most half an epsilon of the pair's length, and so is the division's
+    bound = 8 * torch.finfo(torch.float32).eps * float(x.abs().max()) if x.numel() else 0.0
+    torch.testing.assert_close(back, x.masked_fill(lost, 0.0), rtol=0, atol=bound)
+    assert back.stride() == x.stride()
 
 
 def shuffled(x: Tensor) -> Tensor:

@@ -1,0 +1,290 @@
+"""Norms of queries and keys save what the rotary embedding makes of them (Qwen3, Gemma 3, OLMo 2)."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.models.qwen3 import modeling_qwen3
+
+from lowmem_patch import patch_model, patch_report, saved_bytes
+from lowmem_patch.functional import rotary_embedding, turned_back
+from lowmem_patch.nn.norms import MSNorm
+from lowmem_patch.nn.turned_norms import NormOutput
+from tests.support.judge import assert_accurate, assert_same_step
+from tests.support.models import randomise
+from tests.support.step import BF16, FP32, Mode, cast, step, truth_of
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 40, "use_cache": False,
+}  # fmt: skip
+MODELS: dict[str, Any] = {
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8)),
+    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, head_dim=8)),
+    "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**SIZES)),
+}
+ROWS = 2 * 6
+
+
+def ids() -> dict[str, Tensor]:
+    found = torch.randint(40, (2, 6), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": found, "labels": found}
+
+
+def made(name: str = "qwen3") -> Any:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    randomise(model)
+    return model.train()
+
+
+def saved(model: Any) -> int:
+    with saved_bytes(model) as counted:
+        outputs = model(**ids())
+    del outputs
+    return counted.activations
+
+
+@pytest.mark.parametrize("mode", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_is_accurate(name: str, mode: Mode) -> None:
+    model = cast(made(name), mode.weights)
+    ours = patch_model(copy.deepcopy(model), "exact", example_inputs=ids())
+    assert sum(m.use.turned for m in ours.modules() if isinstance(m, MSNorm)) == 4
+    found, own = (step(one, ids(), mode) for one in (ours, model))
+    assert_accurate(found, own, truth_of(model, ids()), mode)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_neither_queries_nor_keys_are_saved_twice(name: str) -> None:
+    ours = patch_model(made(name), "exact", example_inputs=ids())
+    report, now = patch_report(ours), saved(ours)
+    assert 0 <= report.saved_after - now <= ROWS * 4
+    # cos and sin of each position, and labels
+    assert report.floor <= report.saved_after <= report.floor + 48 * ROWS
+    for module in ours.modules():
+        if isinstance(module, MSNorm):
+            module.use = dataclasses.replace(module.use, turned=False)
+    width = 4 * 8 if name != "olmo2" else 16
+    assert saved(ours) - now == 2 * ROWS * (width + width // 2) * 4
+
+
+def test_the_inverse_gives_what_was_turned() -> None:
+    q, k = (
+        torch.randn(2, 3, 5, 8, dtype=torch.float64),
+        torch.randn(2, 1, 5, 8, dtype=torch.float64),
+    )
+    phase = torch.randn(1, 5, 3, dtype=torch.float64).repeat(1, 1, 2)
+    cos, sin = 1.3 * phase.cos(), 1.3 * phase.sin()
+    for x, y in zip((q, k), rotary_embedding(q, k, cos, sin), strict=True):
+        back = turned_back(y, cos, sin, 1, x.stride(), torch.float64)
+        torch.testing.assert_close(back, x, rtol=1e-12, atol=1e-12)
+    nothing = turned_back(q, cos * 0, sin * 0, 1, q.stride(), torch.float64)
+    assert torch.equal(nothing[..., :6], torch.zeros(2, 3, 5, 6, dtype=torch.float64))
+
+
+class Attention(nn.Module):
+    """As of Qwen3; ``use`` does something to queries and keys, and in front of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+        self.q_norm, self.k_norm = nn.RMSNorm(8), nn.RMSNorm(8)
+        self.out = nn.Linear(16, 16)
+        self.use = "plainly"
+        phase = torch.randn(1, 6, 4, generator=torch.Generator().manual_seed(3)).repeat(1, 1, 2)
+        self.phase = nn.Buffer(phase)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape, use = (*x.shape[:-1], 2, 8), self.use
+        q = self.q_norm(self.q(x).view(shape))
+        k = self.k_norm(self.k(x).view(shape))
+        if use == "written in front":
+            q.mul_(2)
+        if use == "read in front":
+            k = k + 0.1 * q.square()
+        v = self.v(x).view(shape).transpose(1, 2)
+        cos, sin = self.phase.cos(), self.phase.sin()
+        if use == "no rotation":
+            cos = cos * torch.arange(1.0, 9.0)
+        if use == "zeros":
+            cos, sin = cos.clone(), sin.clone()
+            cos[:, 2] = sin[:, 2] = 0
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+        if use == "a part":
+            q, k, v, cos, sin = (t[..., :5, :] for t in (q, k, v, cos, sin))
+        if use == "no grad":
+            with torch.no_grad():
+                apply_rotary_pos_emb(q, k, cos, sin)
+        first = q
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        if use == "twice":
+            q = q + apply_rotary_pos_emb(first, k, cos, sin)[0]
+        if use == "written behind":
+            q.mul_(2)
+        if use == "alone":
+            return self.out(q.transpose(1, 2).flatten(2))
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+apply_rotary_pos_emb = modeling_qwen3.apply_rotary_pos_emb
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+        self.block = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.block:
+            found: Tensor = checkpoint(self.attention, x, use_reentrant=self.block == "reentrant")
+            return found
+        y: Tensor = self.attention(x)
+        return y
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    model = Net()
+    randomise(model)
+    with torch.no_grad():  # far from 0, or z is saved
+        for norm in (model.attention.q_norm, model.attention.k_norm):
+            norm.weight.uniform_(0.5, 1.5)
+    return model.train()
+
+
+def batch(seed: int = 1) -> Tensor:
+    return torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def patched(model: Net) -> Net:
+    ours = patch_model(copy.deepcopy(model), "exact", example_inputs=(batch(),))
+    assert ours.attention.q_norm.use.turned
+    return ours
+
+
+USES = (
+    "plainly", "read in front", "no rotation", "zeros", "a part", "no grad", "twice", "alone",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("use", USES)
+def test_every_use_computes_the_same(use: str, traced: bool) -> None:
+    model = net()
+    if traced:
+        model.attention.use = use
+    ours = patch_model(copy.deepcopy(model), "exact", example_inputs=(batch(),))
+    for one in (model, ours):
+        one.attention.use = use
+    assert_same_step(ours, model, batch())
+
+
+@pytest.mark.parametrize("use", ["written in front", "written behind"])
+def test_a_write_is_refused(use: str) -> None:
+    ours = patched(net())
+    ours.attention.use = use
+    with pytest.raises(RuntimeError, match="was written in place"):
+        ours(batch()).sum().backward()
+
+
+@pytest.mark.parametrize("block", ["reentrant", "not reentrant"])
+def test_a_checkpointed_block_computes_the_same(block: str) -> None:
+    model = net()
+    ours = patched(model)
+    for one in (model, ours):
+        one.block = block
+    assert_same_step(ours, model, batch().requires_grad_())
+
+
+def test_what_is_saved_may_wait_in_host_memory() -> None:
+    model = net()
+    ours = patched(model)
+    with torch.autograd.graph.save_on_cpu():
+        loss = ours(batch()).square().sum()
+    model(batch()).square().sum().backward()
+    loss.backward()
+    for own, found in zip(model.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, own.grad)
+
+
+def test_two_backwards_of_one_graph_add_up() -> None:
+    model = net()
+    ours = patched(model)
+    for one in (model, ours):
+        loss = one(batch()).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    for own, found in zip(model.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, own.grad)
+
+
+def test_nothing_is_held_when_the_backward_is_over() -> None:
+    loss = patched(net())(batch()).sum()
+    held = [node.saved_as() for node in nodes(loss.grad_fn) if hasattr(node, "saved_as")]
+    assert [type(h) for h in held] == [NormOutput, NormOutput]
+    assert all(h.held_values() is None for h in held)
+    alive = [weakref.ref(h) for h in held]
+    del held
+    assert all(reference() is not None for reference in alive)
+    loss.backward()
+    assert all(reference() is None for reference in alive)
+
+
+def nodes(last: Any) -> list[Any]:
+    """The nodes of autograd that lead to one."""
+    found: list[Any] = []
+    pending = [last]
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in found:
+            found.append(node)
+            pending += [before for before, _ in node.next_functions]
+    return found
+
+
+def test_copies_and_pickles_compute_the_same() -> None:
+    model = net()
+    ours = patched(model)
+    for copied in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert_same_step(copied, model, batch())
+
+
+def test_several_steps_end_alike() -> None:
+    model = net()
+    ours = patched(model)
+    for one in (model, ours):
+        optimizer = torch.optim.AdamW(one.parameters(), lr=0.01, fused=True)
+        for number in range(4):
+            one(batch(number)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(ours.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("gamma", [0.0, 1e-30])
+def test_a_gamma_near_0_saves_z(gamma: float) -> None:
+    model = net()
+    ours = patched(model)
+    with torch.no_grad():
+        for one in (model, ours):
+            one.attention.q_norm.weight[::3] = gamma
+    assert_same_step(ours, model, batch())
