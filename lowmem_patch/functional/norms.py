@@ -210,9 +210,10 @@ class _NormSavedAs(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         *given, saved_as = arguments
         ctx.set_materialize_grads(False)
-        output = _forward(*given)
-        _save(ctx, tuple(given), output, saved_as=saved_as)
-        return output[0]
+        y, *absent, rstd = _norm(*given)  # as an operator where somebody traces
+        _save(ctx, tuple(given), (y, *absent, rstd), saved_as=saved_as)
+        made: Tensor = y
+        return made
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> Any:
