@@ -335,22 +335,32 @@ class _Defer(torch.autograd.Function):
             if [source._version for source in sources] != ctx.versions:
                 raise RuntimeError(ctx.op.written_source)
         found = ctx.op.gradients(dy, *sources)
-        for made in (*ctx.made, *ctx.op.past):
-            if (h := made()) is not None:
-                _keep_values(h, sources)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            _keep_values((*ctx.made, *ctx.op.past), sources)
         return None, *(g if need else None for g, need in zip(found, needs, strict=True))
 
 
-def _keep_values(h: Unstored, sources: tuple[Tensor, ...]) -> None:
-    """Hold the values of a tensor that outlives its readers, as what a hook has kept does: an optimizer may
+def _keep_values(made: tuple[weakref.ref[Any], ...], sources: tuple[Tensor, ...]) -> None:
+    """Hold the values of tensors that outlive their readers, as what a hook has kept does: an optimizer may
     write into the parameters of which they would be computed, and a fused one leaves no trace there."""
-    trains = any(source.is_leaf and source.requires_grad for source in sources)
-    if not trains or torch._C._autograd._get_current_graph_task_keep_graph():
+    if not any(source.is_leaf and source.requires_grad for source in sources):
         return
     with without_torch_function():
-        if not h.is_stale():
-            h.read()
-            h._exposed = True  # readers take them
+        for h in (found for one in made if (found := one()) is not None):
+            if not h.is_stale():
+                h.read()
+                h._exposed = True  # readers take them
+
+
+def _keep_values_later(made: weakref.ref[Any]) -> None:
+    """As `_keep_values`, at the end of the backward that runs: torch's checkpoint has a block run again in it
+    for what is saved, and no gradient comes to what that run made."""
+
+    def keep() -> None:
+        if (h := made()) is not None:
+            _keep_values((made,), h.sources)
+
+    torch.autograd.Variable._execution_engine.queue_callback(keep)
 
 
 # Function.apply without its search for torch.func's wrappers, where nothing is deferred
@@ -368,6 +378,8 @@ def defer(op: Op, sources: tuple[Tensor, ...]) -> Unstored:
     h: Unstored = _defer(op, *map(_origin_of, sources))
     h.op, h.sources, h._adapts, h._packer = op, sources, False, packer()
     h._versions = [source._version for source in sources]
+    if op.outlives and backward_number() != -1:
+        _keep_values_later(weakref.ref(h))
     return h
 
 

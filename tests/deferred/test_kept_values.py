@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lowmem_patch import patch_model
 from lowmem_patch.nn.deferred import Unstored
@@ -78,14 +79,20 @@ def keep_outputs(model: nn.Module) -> dict[str, Tensor]:
     return kept
 
 
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["whole", "again", "reentrant"])
 @pytest.mark.parametrize("settings", [{}, {"fused": True}], ids=["plain", "fused"])
 @pytest.mark.parametrize("middle", MIDDLES)
-def test_outputs_that_a_hook_keeps_outlive_a_step(middle: Any, settings: dict[str, bool]) -> None:
+def test_outputs_that_a_hook_keeps_outlive_a_step(
+    middle: Any, settings: dict[str, bool], reentrant: bool | None
+) -> None:
+    """Those of a checkpointed block are of its second run, through which no backward may go."""
     values = []
     for model in pair(middle):
         kept = keep_outputs(model)
         optimizer = torch.optim.AdamW(model.parameters(), 0.1, **settings)
-        model(images()).square().sum().backward()
+        x = images().requires_grad_()
+        y = model(x) if reentrant is None else checkpoint(model, x, use_reentrant=reentrant)
+        y.square().sum().backward()
         optimizer.step()
         for _ in range(3):  # each of which would let the values go
             read = {name: (output * 1).detach() for name, output in kept.items()}
