@@ -43,6 +43,17 @@ class Scaled(nn.Module):
         return self.inner(x * self.scale) * torch.sigmoid(self.gate(x.mean((2, 3), keepdim=True)))
 
 
+class Viewed(nn.Module):
+    """A chain that reads its parameter by a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(CHANNELS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) * self.w.view(1, -1, 1, 1) + 1
+
+
 def normed() -> nn.Module:
     return nn.Sequential(nn.BatchNorm2d(CHANNELS), nn.SiLU())
 
@@ -51,7 +62,7 @@ def normed_in_place() -> nn.Module:
     return nn.Sequential(nn.BatchNorm2d(CHANNELS), nn.ReLU(inplace=True))
 
 
-MIDDLES: list[Callable[[], nn.Module]] = [OwnNorm, Scaled, normed, normed_in_place]
+MIDDLES: list[Callable[[], nn.Module]] = [OwnNorm, Scaled, Viewed, normed, normed_in_place]
 
 
 def pair(middle: Callable[[], nn.Module]) -> Any:
