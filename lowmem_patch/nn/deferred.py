@@ -18,7 +18,7 @@ function, a hook, a checkpoint behind it. A write, a hook or a request for the m
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -335,22 +335,31 @@ class _Defer(torch.autograd.Function):
             if [source._version for source in sources] != ctx.versions:
                 raise RuntimeError(ctx.op.written_source)
         found = ctx.op.gradients(dy, *sources)
-        for made in (*ctx.made, *ctx.op.past):
-            if (h := made()) is not None:
-                _keep_values(h, sources)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            _keep_values((*ctx.made, *ctx.op.past))
         return None, *(g if need else None for g, need in zip(found, needs, strict=True))
 
 
-def _keep_values(h: Unstored, sources: tuple[Tensor, ...]) -> None:
-    """Hold the values of a tensor that outlives its readers, as what a hook has kept does: an optimizer may
+def _keep_values(made: Iterable[weakref.ref[Any]]) -> None:
+    """Hold the values of tensors that outlive their readers, as what a hook has kept does: an optimizer may
     write into the parameters of which they would be computed, and a fused one leaves no trace there."""
-    trains = any(source.is_leaf and source.requires_grad for source in sources)
-    if not trains or torch._C._autograd._get_current_graph_task_keep_graph():
-        return
     with without_torch_function():
-        if not h.is_stale():
-            h.read()
-            h._exposed = True  # readers take them
+        for h in (found for one in made if (found := one()) is not None):
+            if any(map(_is_trained, h.sources)) and not h.is_stale():
+                h.read()
+                h._exposed = True  # readers take them
+
+
+def _is_trained(source: Tensor) -> bool:
+    """Whether this is a tensor that an optimizer may write into, or a view of one."""
+    whole = source if source._base is None else source._base
+    return whole.is_leaf and whole.requires_grad
+
+
+def _keep_values_later(made: weakref.ref[Any]) -> None:
+    """As `_keep_values`, at the end of the backward that runs: torch's checkpoint has a block run again in it
+    for what is saved, and no gradient comes to what that run made."""
+    torch.autograd.Variable._execution_engine.queue_callback(lambda: _keep_values((made,)))
 
 
 # Function.apply without its search for torch.func's wrappers, where nothing is deferred
@@ -368,6 +377,8 @@ def defer(op: Op, sources: tuple[Tensor, ...]) -> Unstored:
     h: Unstored = _defer(op, *map(_origin_of, sources))
     h.op, h.sources, h._adapts, h._packer = op, sources, False, packer()
     h._versions = [source._version for source in sources]
+    if op.outlives and backward_number() != -1:
+        _keep_values_later(weakref.ref(h))
     return h
 
 

@@ -21,13 +21,14 @@ from lowmem_patch.functional import (
     without_autocast,
     without_torch_function,
 )
-from lowmem_patch.nn.context import is_foreign, product_dtype
+from lowmem_patch.nn.context import autocast_dtype, is_foreign, product_dtype
 from lowmem_patch.nn.deferred import Unstored
 from lowmem_patch.reference import cast
 
 _convolution: Any = torch.ops.aten.convolution.default
 _convolution_backward: Any = torch.ops.aten.convolution_backward.default
 _NOT_TRANSPOSED = (False, (0,))  # and the padding of an output that is
+_DIMENSIONS = {"conv1d": 3, "conv2d": 4, "conv3d": 5}  # of a batch
 
 
 class _Call(NamedTuple):
@@ -48,13 +49,24 @@ class _Call(NamedTuple):
         stride, padding, dilation = ((one,) if isinstance(one, int) else one for one in each)
         return stride, padding, dilation, *_NOT_TRANSPOSED, self.groups
 
-    def is_known(self) -> bool:
-        """Whether this is one that trains, of a batch, and with a padding in numbers."""
+    def is_known(self, dimensions: int, dtype: torch.dtype) -> bool:
+        """Whether this is one that trains, of a batch, and with settings in Python's numbers."""
         x, weight, bias = self.input, self.weight, self.bias
-        if is_foreign(weight) or (bias is not None and is_foreign(bias)):
+        if not _is_read_in(dtype, weight) or not (bias is None or _is_read_in(dtype, bias)):
             return False
+        settings = (self.stride, self.padding, self.dilation)
+        in_numbers = all(isinstance(one, (int, tuple, list)) for one in settings)
         trains = x.requires_grad and weight.requires_grad
-        return trains and x.dim() == weight.dim() and not isinstance(self.padding, str)
+        return trains and in_numbers and x.dim() == weight.dim() == dimensions
+
+
+def _is_read_in(dtype: torch.dtype, tensor: Tensor) -> bool:
+    """Whether torch reads a weight or bias in a dtype: it refuses another one, which autocast alone casts."""
+    if is_foreign(tensor):
+        return False
+    own = tensor.dtype
+    cast_to = autocast_dtype(tensor.device.type, own) if tensor.is_floating_point() else None
+    return own == dtype or cast_to == dtype
 
 
 class _Convolution(torch.autograd.Function):
@@ -111,9 +123,7 @@ def read_convolution(
     if len(args) > len(_Call._fields) or not kwargs.keys() <= _NAMES or x.is_changed():
         return NotImplemented
     call = _Call(*args, **kwargs)
-    if not call.is_known() or is_transformed():
-        return NotImplemented
     dtype = product_dtype(x.dtype, call.weight)
-    if dtype is None:
+    if dtype is None or not call.is_known(_DIMENSIONS[func.__name__], dtype) or is_transformed():
         return NotImplemented
     return _call(x, call.weight, call.bias, call.settings, dtype)

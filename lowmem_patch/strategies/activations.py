@@ -20,6 +20,7 @@ from lowmem_patch.tracing.consumers import (
     consumers_behind_dropouts,
     find_consumers,
     read_compiled,
+    saves_a_cast,
     weight_read_with,
     weight_trains,
 )
@@ -183,8 +184,8 @@ def _site(
     gated = any(consumer.use == "product" for consumer in rows)
     squares = _squares(rows) if kind == "relu" else []  # a squared ReLU, written as two functions
     linear = next(filter(weight_trains, (*rows, *consumers_of(facts, squares))), None)
-    reads = 0 if squares else _reads(facts, name, rows)
     normed = _reads_norms(facts, config, name, rows)
+    reads = 0 if squares else _reads(facts, name, rows, normed)
     gains = bool(gated or linear or reads)
     if not of_output:
         gains |= normed  # its input need not be saved, since that of the norm is, in any case
@@ -257,8 +258,9 @@ def _is_exact(kind: ActivationKind, config: PatchConfig) -> bool:
     return tables is not None and tables[config.bits].exact
 
 
-def _reads(facts: Facts, name: str, consumers: list[Consumer]) -> int:
-    """How many operators read the output of a call as it is, if autograd saves it for one of them."""
+def _reads(facts: Facts, name: str, consumers: list[Consumer], normed: bool) -> int:
+    """How many operators read the output of a call as it is, if autograd saves it for one of them, or a
+    cast of it where the output waits for that one, as that of a norm does in any case."""
     outputs = {id(tensor) for tensor in facts.outputs(name)}
     readers = [
         consumer.op
@@ -267,7 +269,7 @@ def _reads(facts: Facts, name: str, consumers: list[Consumer]) -> int:
     ]
     places = {storage_key(tensor) for tensor in facts.outputs(name)}
     savers = {(one.module, one.function) for key in places for one in facts.savers.get(key, ())}
-    saved = any((op.module, op.name) in savers for op in readers)
+    saved = any((op.module, op.name) in savers or (normed and saves_a_cast(op)) for op in readers)
     return -(-len(readers) // len(facts.calls_of(name))) if saved else 0
 
 

@@ -9,7 +9,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lowmem_patch.tracing.call_arguments import WeightMatmul, dropout_call, is_square, weight_matmul
+from lowmem_patch.tracing.call_arguments import (
+    WeightMatmul,
+    argument,
+    dropout_call,
+    is_square,
+    weight_matmul,
+)
 from lowmem_patch.tracing.dataflow import Path, first_input, forward
 from lowmem_patch.tracing.op_roles import MATMULS, Role
 from lowmem_patch.tracing.row_moves import moves_rows
@@ -213,6 +219,18 @@ def weight_trains(consumer: Consumer) -> bool:
     """Whether it is such a matmul, and its weight's gradient asks for what it reads."""
     weight = weight_read_with(consumer)
     return weight is not None and weight.requires_grad
+
+
+def saves_a_cast(op: Op) -> bool:
+    """Whether it is a convolution of a weight that trains, and autocast casts its input for it: the cast is
+    saved, or the input itself, where that waits."""
+    if not op.role.has(Role.CONVOLUTION) or isinstance(
+        argument(op.args, op.kwargs, 4, "padding", 0), str
+    ):
+        return False
+    x, weight = first_input(op), argument(op.args, op.kwargs, 1, "weight", None)
+    trains = isinstance(weight, Tensor) and weight.requires_grad
+    return x is not None and trains and x.dtype != op.outputs[0].dtype
 
 
 def gathers_for_a_weight(trace: Trace, op: Op) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -155,6 +157,40 @@ def test_mixed_dtypes_raise_torchs_error() -> None:
     x, weight, _ = tensors(*CASES["2d"][:2])
     with pytest.raises(RuntimeError, match="type"):
         F.conv2d(deferred(x), weight.double())
+
+
+REFUSED: dict[str, Callable[..., Tensor]] = {
+    "a bias of another dtype": lambda h, w, b: F.conv2d(h, w, b.double()),
+    "more dimensions": lambda h, w, b: F.conv1d(h, w, b),
+    "fewer dimensions": lambda h, w, b: F.conv3d(h, w, b),
+    "a double weight under autocast": lambda h, w, b: in_autocast(h, w.double(), b),
+    "a double bias under autocast": lambda h, w, b: in_autocast(h, w, b.double()),
+}
+
+
+def in_autocast(*given: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.conv2d(*given)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_torch_refuses_is_torchs_error(name: str) -> None:
+    x, *rest = tensors(*CASES["2d"][:2])
+    messages = []
+    for h in (deferred(x), F.silu(x)):
+        with pytest.raises(RuntimeError) as error:
+            REFUSED[name](h, *rest)
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+
+
+@pytest.mark.parametrize("stride", [np.int64(2), torch.tensor(2)], ids=["numpy", "tensor"])
+def test_a_setting_may_be_a_number_of_others(stride: Any) -> None:
+    shape, weight, _ = CASES["2d"]
+    given, twin = tensors(shape, weight), tensors(shape, weight)
+    convolution = partial(F.conv2d, stride=stride)
+    found = run(convolution, given, deferred(given[0]))
+    assert_same_bits(found, by_torch(convolution, twin, deferred(twin[0])))
 
 
 def test_values_go_once_forward_and_backward_have_read_them() -> None:

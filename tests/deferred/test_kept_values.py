@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lowmem_patch import patch_model
 from lowmem_patch.nn.deferred import Unstored
@@ -42,6 +43,17 @@ class Scaled(nn.Module):
         return self.inner(x * self.scale) * torch.sigmoid(self.gate(x.mean((2, 3), keepdim=True)))
 
 
+class Viewed(nn.Module):
+    """A chain that reads its parameter by a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(CHANNELS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) * self.w.view(1, -1, 1, 1) + 1
+
+
 def normed() -> nn.Module:
     return nn.Sequential(nn.BatchNorm2d(CHANNELS), nn.SiLU())
 
@@ -50,7 +62,7 @@ def normed_in_place() -> nn.Module:
     return nn.Sequential(nn.BatchNorm2d(CHANNELS), nn.ReLU(inplace=True))
 
 
-MIDDLES: list[Callable[[], nn.Module]] = [OwnNorm, Scaled, normed, normed_in_place]
+MIDDLES: list[Callable[[], nn.Module]] = [OwnNorm, Scaled, Viewed, normed, normed_in_place]
 
 
 def pair(middle: Callable[[], nn.Module]) -> Any:
@@ -78,14 +90,20 @@ def keep_outputs(model: nn.Module) -> dict[str, Tensor]:
     return kept
 
 
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["whole", "again", "reentrant"])
 @pytest.mark.parametrize("settings", [{}, {"fused": True}], ids=["plain", "fused"])
 @pytest.mark.parametrize("middle", MIDDLES)
-def test_outputs_that_a_hook_keeps_outlive_a_step(middle: Any, settings: dict[str, bool]) -> None:
+def test_outputs_that_a_hook_keeps_outlive_a_step(
+    middle: Any, settings: dict[str, bool], reentrant: bool | None
+) -> None:
+    """Those of a checkpointed block are of its second run, through which no backward may go."""
     values = []
     for model in pair(middle):
         kept = keep_outputs(model)
         optimizer = torch.optim.AdamW(model.parameters(), 0.1, **settings)
-        model(images()).square().sum().backward()
+        x = images().requires_grad_()
+        y = model(x) if reentrant is None else checkpoint(model, x, use_reentrant=reentrant)
+        y.square().sum().backward()
         optimizer.step()
         for _ in range(3):  # each of which would let the values go
             read = {name: (output * 1).detach() for name, output in kept.items()}

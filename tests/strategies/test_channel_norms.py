@@ -170,6 +170,28 @@ def test_one_tensor_a_norm_is_saved(norm: str, act: str) -> None:
         assert patch_report(ours).floor <= saved(ours, x)
 
 
+@pytest.mark.parametrize("norm", ["batch", "group"])
+@pytest.mark.parametrize("act", ["silu", "relu"])
+def test_a_convolution_that_autocast_casts_for_holds_no_values(norm: str, act: str) -> None:
+    """As behind a GroupNorm on a GPU, whose output autocast makes float32."""
+
+    class Wide(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(self.norm(self.conv(x).float()))
+
+    torch.manual_seed(0)
+    model, x = Net(), image()
+    model.blocks = nn.ModuleList(Wide(NORMS[norm](), ACTIVATIONS[act]()) for _ in range(3))
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = patched(model, x)
+        found = saved(ours, x)
+    half = BATCH * CHANNELS * SIZE * SIZE * 2
+    # what each convolution gives, the stem in half precision and the others as their norms read it
+    assert found <= x.nbytes // 2 + (1 + 3 * 2) * half + 2000
+    assert patch_report(ours).saved_after == found
+    assert_same_step(ours, model, x, MODES["autocast"])
+
+
 def test_arguments_may_be_given_by_name() -> None:
     class Named(nn.BatchNorm2d):
         def forward(self, x: Tensor) -> Tensor:
