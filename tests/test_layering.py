@@ -62,6 +62,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "strategies.activations",
         "strategies.checkpointing",
         "strategies.lora",
+        "strategies.rotary",
     ),
     ("strategies.common_parts", "strategies.head"),
     ("strategies.codes", "strategies.recompute", "strategies.one_copy", "strategies.scales"),

@@ -252,18 +252,16 @@ def ms_norm(
     autocast says.
 
     Args:
-        x: ``[..., N]``, float16, bfloat16, float32 or float64.
+        x: ``[..., N]``, floating point.
         weight, bias: ``[N]`` or None; their dtype may differ from that of ``x``.
         settings: of the norm.
-        out_dtype: dtype of y, by default ``x.dtype``; give the consumers' compute dtype so that they save
-            this very tensor.
+        out_dtype: dtype of y, by default ``x.dtype``; in the compute dtype of readers they save this tensor.
         copy_dtype: dtype of a copy of y, None for no copy.
         z_dtype: dtype of z, None where it is not asked for.
         implementation: see `resolve`.
         trains: the caller knows that a gradient is wanted, and that no tensor is a DTensor.
         eight_bits: where ``trains``, and nobody but autograd looks on, the output is saved in 8 bits.
-        saved_as: where ``trains``, without a copy and z, makes of y what is saved in its place, whose method
-            ``detached`` gives y again.
+        saved_as: where ``trains``, makes of y what is saved in its place, whose ``detached()`` is y again.
 
     Returns:
         y and its copy, and z, which has no gradient: ``[..., N]``, contiguous; None for what has no dtype.
@@ -280,11 +278,8 @@ def ms_norm(
     if (x.dtype == torch.float64) != (out_dtype == torch.float64):
         raise TypeError(f"ms_norm: x is {x.dtype} but out_dtype is {out_dtype}")
     arguments = (x, weight, bias, settings, out_dtype, copy_dtype, z_dtype, chosen)
-    if trains and saved_as is not None:
-        return _call_saved_as(*arguments, saved_as), None, None
     if trains:
-        call = _call_in_eight_bits if eight_bits and _may_store(*arguments) else _call_norm
-        return _outputs(call(*arguments), copy_dtype, z_dtype)
+        return _outputs(_training(arguments, eight_bits, saved_as), copy_dtype, z_dtype)
     if _library.knows_no_operators(x, weight, bias) or _library.is_transformed():
         return compiled.foreign_norm(x, weight, bias, settings, out_dtype, copy_dtype, z_dtype)
     found: Any = None
@@ -295,6 +290,15 @@ def ms_norm(
         # autocast would make F.layer_norm return float32
         found = (_call_norm if trains or _library.in_forward_mode() else _norm)(*arguments)
     return _outputs(found, copy_dtype, z_dtype)
+
+
+def _training(
+    arguments: tuple[Any, ...], eight_bits: bool, saved_as: Callable[[Tensor], Tensor] | None
+) -> Any:
+    if saved_as is not None:
+        return _call_saved_as(*arguments, saved_as)
+    call = _call_in_eight_bits if eight_bits and _may_store(*arguments) else _call_norm
+    return call(*arguments)
 
 
 def _outputs(found: Any, copy_dtype: torch.dtype | None, z_dtype: torch.dtype | None) -> Outputs:

@@ -7,6 +7,7 @@ z = (y - beta) / gamma; where gamma is near 0, the norm and its Linears save z. 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -218,8 +219,7 @@ class MSNorm(nn.Module):
         saved = dtype if copy is None else copy
         dtypes = (dtype, copy, saved if saves_z else None)
         settings, stored = self.settings_for(x), self.in_eight_bits and not packs_saved_tensors()
-        turned = self.use.turned and trains and copy is None and not (saves_z or stored)
-        saved_as = partial(saved_output, self) if turned else None
+        saved_as = self._saved_as(trains, copy is None, not saves_z, not stored)
         y, *more = ms_norm(
             x, weight, bias, settings, *dtypes, trains=trains, eight_bits=stored, saved_as=saved_as
         )
@@ -233,6 +233,10 @@ class MSNorm(nn.Module):
             self._confirm_in_backward(y, saved)
         sources = tuple(source for source in more if source is not None)
         return attach(y, Normed(copy is not None, affine), sources)
+
+    def _saved_as(self, *alone: bool) -> Callable[[Tensor], Tensor] | None:
+        """What makes of the output what is saved in its place: where that alone would be."""
+        return partial(saved_output, self) if self.use.turned and all(alone) else None
 
     def _confirm_in_backward(self, y: Tensor, saved: torch.dtype) -> None:
         """Let backward ask, where the norm saved its output (in ``saved``) without a wait for gamma."""

@@ -15,12 +15,13 @@ from lowmem_patch.strategies import (
     lora,
     one_copy,
     recompute,
+    rotary,
     rows,
     scales,
     share,
 )
 from lowmem_patch.strategies.protocol import Strategy
-from lowmem_patch.strategies.speed import causal_mask, packed_qkv, rotary
+from lowmem_patch.strategies.speed import causal_mask, packed_qkv
 
 __all__ = ["STRATEGIES"]
 

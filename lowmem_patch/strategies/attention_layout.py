@@ -12,8 +12,8 @@ from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.forward_modes import HeadsLastQueries, has_heads_first
 from lowmem_patch.nn.modes import run_under
 from lowmem_patch.nn.own import has_foreign_forward
+from lowmem_patch.strategies import rotary
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
-from lowmem_patch.strategies.speed import rotary
 from lowmem_patch.tracing.call_arguments import attention_call
 from lowmem_patch.tracing.categories import Saver
 from lowmem_patch.tracing.consumers import (

@@ -13,7 +13,7 @@ from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.strategies.protocol import Facts, PatchSite, Skip, forward_obstacle
 from lowmem_patch.tracing.base_model import is_leaf
 from lowmem_patch.tracing.call_arguments import CalledFunction
-from lowmem_patch.tracing.consumers import find_consumers, read_compiled
+from lowmem_patch.tracing.consumers import Consumer, find_consumers, read_compiled
 from lowmem_patch.tracing.probes import NormSpec, looks_like_norm
 
 _TAKEN = frozenset(dir(MSNorm(None, None, NormSettings(0.0))))
@@ -96,6 +96,12 @@ def _obstacle(facts: Facts, site: NormSite, config: PatchConfig) -> str | None:
         return f"its output is written in place by {writer}"
     reader = read_compiled(facts.trace, facts.outputs(site.name), site.consumers)
     return None if reader is None else f"its output {reader}"
+
+
+def read_as_it_lies(consumers: list[Consumer]) -> bool:
+    """Whether Linears alone read a norm's output, and no copy or view of it."""
+    whole = (c.use == "linear" and not (c.reshaped or c.copied) for c in consumers)
+    return bool(consumers) and all(whole)
 
 
 def is_norm(facts: Facts, name: str) -> bool:

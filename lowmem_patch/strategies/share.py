@@ -26,9 +26,9 @@ from lowmem_patch.strategies.activations import ActivationSite, activation_sites
 from lowmem_patch.strategies.chains import chain_sources
 from lowmem_patch.strategies.head import head_names
 from lowmem_patch.strategies.lora import adapter_layers
-from lowmem_patch.strategies.norm_sites import NormSite, norm_sites
+from lowmem_patch.strategies.norm_sites import NormSite, norm_sites, read_as_it_lies
 from lowmem_patch.strategies.protocol import Facts, Found, Skip
-from lowmem_patch.strategies.speed.rotary import rotating
+from lowmem_patch.strategies.rotary import rotating
 from lowmem_patch.strategies.swap import Swap
 from lowmem_patch.tracing.call_arguments import CalledFunction, dropout_call
 from lowmem_patch.tracing.consumers import (
@@ -48,6 +48,10 @@ _MOVES = REARRANGES | SELECTS | Role.ALIAS | Role.EXPAND | Role.REPEAT
 _AS_IT_LIES = OF_ELEMENTS | Role.CONCATENATION  # what rotary embeddings are written with
 _OR_Z = ", or its normalised input z if a gamma is so near 0 that the output does not give z"
 
+_TURNED = (
+    "a number for each row kept, and its normalised input z if a gamma is near 0: the output is told by what "
+    "the rotary embedding makes of it, which attention saves"
+)
 _COMPUTED = (
     "nothing kept: its input is computed again, and so is the norm, for the Linears that read it"
 )
@@ -142,9 +146,9 @@ def share_or_skip(
     if why_not_folded:
         reason += f"; not folded: {why_not_folded}"
     patch = shared_norm(facts, config, site, reason)
-    if not patch.use.of_computed:
-        return patch
-    return dataclasses.replace(patch, reason=_COMPUTED, saves=0)
+    if patch.use.of_computed:
+        return dataclasses.replace(patch, reason=_COMPUTED, saves=0)
+    return dataclasses.replace(patch, reason=_TURNED) if patch.use.turned else patch
 
 
 def _no_gain(facts: Facts, site: NormSite, read: bool) -> str:
@@ -190,12 +194,10 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
         of_computed=_is_of_computed(facts, config, site),
         one_copy=_one_copy(others, feeds_autocast, saves_casts, linears, dropped),
         shares_copy=not feeds_autocast and saves_casts and _shares_copy(facts, consumers, around),
-        # Linears whose weights are sharded save the output of their own, and heads the rows that they read
         output_saved=dropped
         or turned
-        or _saved_by_others(facts, config, consumers)
-        or facts.is_sharded
-        or any(c.use == "linear" and c.text in head_names(facts, config) for c in consumers),
+        or _is_saved_as_rows(facts, config, consumers)
+        or _saved_by_others(facts, config, consumers),
         output_moved=any(_reads_a_moved_view(consumer, site.outputs) for consumer in consumers),
         lies_as_input=lies_as_input,
         turned=turned,
@@ -211,12 +213,6 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
         function=site.function,
         saves=_statistics(site),
     )
-
-
-def read_as_it_lies(consumers: list[Consumer]) -> bool:
-    """Whether Linears alone read a norm's output, and no copy or view of it."""
-    whole = (c.use == "linear" and not (c.reshaped or c.copied) for c in consumers)
-    return bool(consumers) and all(whole)
 
 
 def _is_of_computed(facts: Facts, config: PatchConfig, site: NormSite) -> bool:
@@ -379,6 +375,12 @@ def _is_saved(
     savers = [s for t in site.outputs for s in facts.savers.get(storage_key(t), ())]
     others = [s for s in savers if not f"{s.module}.".startswith(f"{site.name}.")]
     return any(besides is None or not role_of(saver.function).has(besides) for saver in others)
+
+
+def _is_saved_as_rows(facts: Facts, config: PatchConfig, consumers: list[Consumer]) -> bool:
+    """Whether Linears save the output by themselves, as sharded ones do; heads save rows that they read."""
+    heads = head_names(facts, config)
+    return facts.is_sharded or any(c.use == "linear" and c.text in heads for c in consumers)
 
 
 def _saved_by_others(facts: Facts, config: PatchConfig, consumers: list[Consumer]) -> bool:

@@ -24,7 +24,7 @@ from lowmem_patch.config import PatchConfig
 from lowmem_patch.errors import NothingToPatchError
 from lowmem_patch.nn import rotary
 from lowmem_patch.nn.rotary import Rotation
-from lowmem_patch.strategies.speed.rotary import _match, find
+from lowmem_patch.strategies.rotary import _match, find
 from tests.support.compiler import skipped_where_torch_breaks_the_graph
 from tests.support.configs import FUSED, KEEP
 from tests.support.judge import assert_accurate, assert_near
@@ -224,7 +224,9 @@ modeling_llama_rotary = modeling_llama.apply_rotary_pos_emb
 
 
 def test_a_forward_that_writes_into_its_file_stays() -> None:
-    facts: Any = SimpleNamespace(calls={"counts": []}, modules={"counts": Counts()})
+    facts: Any = SimpleNamespace(
+        calls={"counts": []}, modules={"counts": Counts()}, once=lambda _, answer: answer()
+    )
     assert not find(facts, PatchConfig()).patches
 
 

@@ -1,5 +1,5 @@
 """rotary: q and k are rotated by halves in one op, where a probe of the module's function says that it can
-stand for it. Saves no byte."""
+stand for it. A norm in front of it saves what it gives, as attention does: `lowmem_patch.nn.turned_norms`."""
 
 from __future__ import annotations
 
