@@ -3,9 +3,9 @@
 The rule (for each token, and nothing else):
 
 1. the input of a matmul whose weight trains: once, in the compute dtype, shared by all its readers.
-   Where that input is act(x), act(gate) * up, a norm of one of these or x.repeat(...) * scores, what it is
-   computed from counts instead, since the input is recomputed; a cast made for an adapter, a dropout's
-   result, and rows that experts gather count as their source;
+   Where that input is act(x), act(gate) * up, a norm of one of these (also in one module, as Mamba 2's) or
+   x.repeat(...) * scores, what it is computed from counts instead, since the input is recomputed; a cast
+   made for an adapter, a dropout's result, and rows that experts gather count as their source;
 2. what attention itself saves, as the model implements it, but no cast of a softmax's output, and nothing
    that elementwise functions made and others of them save;
 3. 2-bit codes of an activation whose input nothing above saves (1 bit where that is exact), statistics of
@@ -77,6 +77,7 @@ class _FloorCount:
         self.trace, self.modules = trace, facts.modules
         self.makers = makers(trace)
         self.norms, self.activations = find_sites(facts)
+        self.gated = floor_sites.gated_norms(facts)
         self.channels = normed_channels(facts)  # with an activation behind
         self.widths: dict[int, int] = {}  # fewest bytes an element that a matmul reads, by root
         self.items: dict[object, FloorItem] = {}
@@ -193,7 +194,7 @@ class _FloorCount:
     def _same_values(self, op: Op, tensor: Tensor) -> Tensor | None:
         """What ``tensor`` was made from by a cast, a rearrangement of all its elements or a dropout."""
         source = first_input(op)
-        if id(tensor) in self.activations or id(tensor) in self.norms:
+        if any(id(tensor) in found for found in (self.activations, self.norms, self.gated)):
             return None
         if op.writes or source is None or source is tensor:
             return None
@@ -216,6 +217,10 @@ class _FloorCount:
         norm = self.norms.get(id(root))
         if norm is not None and self._is_of_activation(norm):
             return self._sources(norm.source)
+        if id(root) in self.gated:
+            return [
+                source for factor in self.gated[id(root)] for source in self._before_product(factor)
+            ]
         repeated = floor_sites.of_repeated(self.makers, root)
         product = repeated or self._product(root, by_rows=True)
         whole = floor_sites.before_parts(self.makers, root)

@@ -61,6 +61,16 @@ def find_sites(facts: Facts) -> tuple[Sites, Sites]:
     return norms, activations
 
 
+def gated_norms(facts: Facts) -> dict[int, tuple[Tensor, ...]]:
+    """x and the gate of each ``norm(x * act(gate))`` that one module computes, by the id of its output."""
+    specs = {name: facts.gated_norm(name) for name in facts.leaves}
+    return {
+        id(call.outputs[0]): tuple(call.inputs)
+        for call in facts.trace.calls
+        if (spec := specs.get(call.name)) is not None and spec.gate_first
+    }
+
+
 def gamma_trains(norm: nn.Module) -> bool:
     """Whether the backward of a norm, or of what calls one as a function, needs z for gamma; a beta alone
     needs nothing."""

@@ -143,6 +143,17 @@ def test_a_gated_norm_saves_its_two_inputs_or_its_output(name: str, mode: Mode) 
         assert found.saved == 2 * ROWS * (wide * WIDTH * mode.weights.itemsize + numbers * 4)
 
 
+@pytest.mark.parametrize("mode", MODES.values(), ids=list(MODES))
+@pytest.mark.parametrize("name", [name for name in NORMS if name.startswith("silu")])
+def test_the_floor_counts_its_two_inputs(name: str, mode: Mode) -> None:
+    model, x = cast(made(name), mode.weights), in_mode(batch(), mode)
+    with torch.autocast("cpu", mode.autocast, enabled=mode.autocast is not None):
+        report = patch_report(patched(model, x))
+    # under autocast each of two Linears casts what both read
+    casts = 2 * ROWS * WIDTH * torch.bfloat16.itemsize if mode is AUTOCAST else 0
+    assert report.floor == report.saved_after - casts
+
+
 def test_the_report_names_it_and_its_prediction_is_exact() -> None:
     x = batch()
     ours = patched(made(), x)
