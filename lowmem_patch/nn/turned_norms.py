@@ -74,6 +74,14 @@ class NormOutput(Unstored):
             raise RuntimeError(_WRITTEN)
         return super().read()
 
+    def held_values(self) -> Tensor | None:
+        """The output, or what was made of it: whoever counts what is saved asks for this."""
+        return self._value if self._value is not None or not self.sources else self.sources[0]
+
+    def output(self) -> Tensor | None:
+        """The norm's output, if it is held."""
+        return self._value
+
     def was_written(self) -> bool:
         """Whether somebody wrote into the output that is held."""
         return self._value is not None and self._value._version != self._value_version
@@ -106,7 +114,7 @@ def note_turned(x: Tensor, turned: Tensor, cos: Tensor, sin: Tensor, heads_dim: 
     if h is None:
         return
     with without_torch_function():
-        y = h.held_values()
+        y = h.output()
         if y is None or type(h.op) is not _Output or h.was_written() or not _is_all_of(x, y):
             return
         if turned.dtype != y.dtype or not _turns_back(h.op.norm, cos, sin):

@@ -136,6 +136,8 @@ class Attention(nn.Module):
         q, k = apply_rotary_pos_emb(q, k, cos, sin)
         if use == "twice":
             q = q + apply_rotary_pos_emb(first, k, cos, sin)[0]
+        if use == "repeated":
+            k = k + 0
         if use == "written behind":
             q.mul_(2)
         if use == "alone":
@@ -182,7 +184,7 @@ def patched(model: Net) -> Net:
 
 
 USES = (
-    "plainly", "read in front", "no rotation", "zeros", "a part", "no grad", "twice", "alone",
+    "plainly", "read in front", "no rotation", "zeros", "a part", "no grad", "twice", "alone", "repeated",
 )  # fmt: skip
 
 
@@ -241,7 +243,7 @@ def test_nothing_is_held_when_the_backward_is_over() -> None:
     loss = patched(net())(batch()).sum()
     held = [node.saved_as() for node in nodes(loss.grad_fn) if hasattr(node, "saved_as")]
     assert [type(h) for h in held] == [NormOutput, NormOutput]
-    assert all(h.held_values() is None for h in held)
+    assert all(h.output() is None and h.held_values() is h.sources[0] for h in held)
     alive = [weakref.ref(h) for h in held]
     del held
     assert all(reference() is not None for reference in alive)
@@ -259,6 +261,17 @@ def nodes(last: Any) -> list[Any]:
             found.append(node)
             pending += [before for before, _ in node.next_functions]
     return found
+
+
+def test_keys_that_attention_repeats_are_held_and_counted() -> None:
+    ours = patched(net())
+    with saved_bytes(ours) as before:
+        ours(batch())
+    ours.attention.use = "repeated"
+    with saved_bytes(ours) as after:
+        ours(batch())
+    # attention saves a copy of the keys, and the norm what the copy was made of
+    assert after.activations == before.activations + batch().nbytes
 
 
 def test_copies_and_pickles_compute_the_same() -> None:
