@@ -99,8 +99,8 @@ def _obstacle(facts: Facts, site: NormSite, config: PatchConfig) -> str | None:
 
 
 def read_as_it_lies(consumers: list[Consumer]) -> bool:
-    """Whether Linears alone read a norm's output, and no copy or view of it."""
-    whole = (c.use == "linear" and not (c.reshaped or c.copied) for c in consumers)
+    """Whether Linears alone read a norm's output, or casts of it, and no copy or view."""
+    whole = (c.use == "linear" and not c.reshaped and c.cast >= c.copied for c in consumers)
     return bool(consumers) and all(whole)
 
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from lowmem_patch import patch_model, patch_report, saved_bytes
 from tests.support.judge import assert_accurate, assert_same_step
 from tests.support.models import randomise
-from tests.support.step import AUTOCAST, MODES, Mode, cast, in_mode, step, truth_of
+from tests.support.step import AUTOCAST, BF16, MODES, Mode, cast, in_mode, step, truth_of
 
 ROWS, WIDTH, HIDDEN = 6, 8, 16
 
@@ -245,6 +245,18 @@ def test_low_rank_adapters_train_on_it() -> None:
     ours = patched(adapted)
     assert saved(ours) < saved(adapted)
     assert_same_step(ours, adapted, batch())
+
+
+def test_adapters_in_float32_read_a_cast_of_it() -> None:
+    config = peft.LoraConfig(r=2, target_modules=["gate", "up", "down"])
+    model = peft.get_peft_model(made().bfloat16(), config)
+    assert model.base_model.model.down.lora_A["default"].weight.dtype == torch.float32
+    x = batch().bfloat16()
+    ours = patched(model, x=x)
+    (site,) = (one for one in patch_report(ours).sites if one.name.endswith("norm"))
+    assert "its input is computed again, and so is the norm" in site.reason
+    found, own = (step(one, x, BF16) for one in (ours, model))
+    assert_accurate(found, own, truth_of(model, x), BF16)
 
 
 def test_copies_and_pickles_compute_the_same() -> None:
