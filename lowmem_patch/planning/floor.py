@@ -217,18 +217,8 @@ class _FloorCount:
         norm = self.norms.get(id(root))
         if norm is not None and self._is_of_activation(norm):
             return self._sources(norm.source)
-        if id(root) in self.gated:
-            return [
-                source for factor in self.gated[id(root)] for source in self._before_product(factor)
-            ]
-        repeated = floor_sites.of_repeated(self.makers, root)
-        product = repeated or self._product(root, by_rows=True)
         whole = floor_sites.before_parts(self.makers, root)
-        if product is None:
-            product = self._product(whole, by_rows=True)
-        if product is None and not self.gathered[id(root)]:  # experts save what they gather of
-            term = self._before_numbers(root)
-            product = floor_sites.of_residual(self.makers, term, self.norms)
+        product = self._factors(root, whole)
         if product is not None:
             return [source for factor in product for source in self._before_product(factor)]
         parts = floor_sites.parts_of(self.makers, whole)
@@ -238,6 +228,17 @@ class _FloorCount:
         if activation is None:
             return [self._before_site(self._of_one(root))]
         return [self._before_channels(activation.source)]
+
+    def _factors(self, root: Tensor, whole: Tensor) -> tuple[Tensor, ...] | None:
+        """What a value, or the ``whole`` that it was made of with smaller tensors, is a product or sum of."""
+        known = self.gated.get(id(root)) or floor_sites.of_repeated(self.makers, root)
+        product = known or self._product(root, by_rows=True)
+        if product is None:
+            product = self._product(whole, by_rows=True)
+        if product is None and not self.gathered[id(root)]:  # experts save what they gather of
+            term = self._before_numbers(root)
+            product = floor_sites.of_residual(self.makers, term, self.norms)
+        return product
 
     def _is_of_activation(self, norm: SiteCall) -> bool:
         """Whether a norm of rows has act(x) or act(gate) * up for its input."""

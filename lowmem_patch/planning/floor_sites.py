@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch.strategies.protocol import Facts
+from lowmem_patch.strategies.rotary import turned_of
 from lowmem_patch.tracing.base_model import is_leaf
 from lowmem_patch.tracing.call_arguments import is_square
-from lowmem_patch.tracing.dataflow import backward, first_input, forward
-from lowmem_patch.tracing.op_roles import OF_ELEMENTS, REARRANGES, SELECTS, Role
+from lowmem_patch.tracing.dataflow import backward, first_input
+from lowmem_patch.tracing.op_roles import OF_ELEMENTS, Role
 from lowmem_patch.tracing.probes import NormSpec, looks_like_norm
 from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.shadow import tensors_in
@@ -27,9 +28,6 @@ class SiteCall(NamedTuple):
     source: Tensor
     output: Tensor
 
-
-# how rotary embeddings are written, and heads laid out
-_TURNS = OF_ELEMENTS | REARRANGES | SELECTS | Role.CONCATENATION
 
 Sites = dict[int, SiteCall]  # by the id of the output
 
@@ -184,13 +182,7 @@ def is_turned(trace: Trace, norm: SiteCall, saved: set[int]) -> bool:
     Args:
         saved: keys of storages.
     """
-    around = norm.module.rpartition(".")[0]
-
-    def passes_on(op: Op, _: Tensor) -> bool:
-        inside = f"{op.module}.".startswith(f"{around}.")
-        return inside and not op.writes and op.role.has(_TURNS)
-
-    paths = list(forward(trace, [norm.output], passes_on))
+    paths = turned_of(trace, norm.module, norm.output)
     swaps = any(path.op is not None and path.op.role.has(Role.CONCATENATION) for path in paths)
     ends = (path.end for path in paths if path.end.numel() == norm.output.numel())
     return swaps and any(storage_key(end) in saved for end in ends)

@@ -18,13 +18,18 @@ from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.own import has_foreign_forward
 from lowmem_patch.nn.rotary import Rotation, forward_of_class, use_rotary
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
+from lowmem_patch.tracing.dataflow import Path, forward
 from lowmem_patch.tracing.isolation import NoForeignKernels
+from lowmem_patch.tracing.op_roles import OF_ELEMENTS, REARRANGES, SELECTS, Role
+from lowmem_patch.tracing.trace import Op, Trace
 
 _REQUIRED = ["q", "k", "cos", "sin"]
 _OPTIONAL = ("position_ids", "unsqueeze_dim")
 _TOLERANCE = 1e-5  # some compute in float32 whatever they are given
 _LENGTH, _HEADS, _WIDTH = 5, 3, 8
 _NAMED = 3
+# how rotary embeddings are written, and heads laid out
+_TURNS = OF_ELEMENTS | REARRANGES | SELECTS | Role.CONCATENATION
 
 
 def _looked_up(module: nn.Module) -> dict[str, Any]:
@@ -74,6 +79,27 @@ def _rotating(facts: Facts) -> dict[str, FusedRotary]:
             if rotation is not None and forward is not None and not _writes_names(forward):
                 rotations[name] = FusedRotary(name, rotation)
     return rotations
+
+
+def turned_of(trace: Trace, norm: str, output: Tensor) -> list[Path]:
+    """The ways from the output of a norm, a module of this name, to all that a rotary embedding in the module
+    around makes of it."""
+    around = norm.rpartition(".")[0]
+
+    def passes_on(op: Op, _: Tensor) -> bool:
+        inside = f"{op.module}.".startswith(f"{around}.")
+        return inside and not op.writes and op.role.has(_TURNS)
+
+    return list(forward(trace, [output], passes_on))
+
+
+def is_turned(facts: Facts, config: PatchConfig, norm: str, outputs: list[Tensor]) -> bool:
+    """Whether a rotary embedding that runs as one op may read a norm, and nobody writes into its results."""
+    if norm.rpartition(".")[0] not in rotating(facts, config):
+        return False
+    made = (path.end for output in outputs for path in turned_of(facts.trace, norm, output))
+    readers = (op for one in made for op in facts.trace.consumers.get(id(one), ()))
+    return not any(op.writes for op in readers)
 
 
 def _writes_names(forward: Any) -> bool:

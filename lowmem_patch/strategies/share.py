@@ -28,7 +28,7 @@ from lowmem_patch.strategies.head import head_names
 from lowmem_patch.strategies.lora import adapter_layers
 from lowmem_patch.strategies.norm_sites import NormSite, norm_sites, read_as_it_lies
 from lowmem_patch.strategies.protocol import Facts, Found, Skip
-from lowmem_patch.strategies.rotary import rotating
+from lowmem_patch.strategies.rotary import is_turned
 from lowmem_patch.strategies.swap import Swap
 from lowmem_patch.tracing.call_arguments import CalledFunction, dropout_call
 from lowmem_patch.tracing.consumers import (
@@ -185,7 +185,7 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
     behind = _who_saves_it(facts, config, consumers)
     dropped = _is_dropped(behind, consumers)
     lies_as_input = _may_lie_as_input(facts, config, site, behind)
-    turned = lies_as_input and site.name.rpartition(".")[0] in rotating(facts, config)
+    turned = lies_as_input and is_turned(facts, config, site.name, site.outputs)
     use = OutputUse(
         feeds_autocast=feeds_autocast,
         full_precision_autocast=site.spec.full_precision_autocast,

@@ -208,6 +208,15 @@ def test_a_write_is_refused(use: str) -> None:
         ours(batch()).sum().backward()
 
 
+def test_a_write_that_was_traced_is_right() -> None:
+    model = net()
+    model.attention.use = "written behind"
+    ours = patch_model(copy.deepcopy(model), "exact", example_inputs=(batch(),))
+    assert not ours.attention.q_norm.use.turned
+    assert ours.attention.k_norm.use.turned
+    assert_same_step(ours, model, batch())
+
+
 @pytest.mark.parametrize("block", ["reentrant", "not reentrant"])
 def test_a_checkpointed_block_computes_the_same(block: str) -> None:
     model = net()
