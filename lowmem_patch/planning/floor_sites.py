@@ -184,8 +184,17 @@ def is_turned(trace: Trace, norm: SiteCall, saved: set[int]) -> bool:
     """
     paths = turned_of(trace, norm.module, norm.output)
     swaps = any(path.op is not None and path.op.role.has(Role.CONCATENATION) for path in paths)
-    ends = (path.end for path in paths if path.end.numel() == norm.output.numel())
+    size = norm.output.numel()
+    ends = (
+        path.end for path in paths if path.end.numel() == size and not any(map(_copies, path.ops))
+    )
     return swaps and any(storage_key(end) in saved for end in ends)
+
+
+def _copies(op: Op) -> bool:
+    """Whether it concatenates one tensor with nothing, as a cache does at first."""
+    whole = any(tensor.numel() == op.outputs[0].numel() for tensor in op.reads)
+    return op.role.has(Role.CONCATENATION) and whole
 
 
 def _module_role(facts: Facts, call: Call) -> Role:
