@@ -109,7 +109,8 @@ def turned_back(
 
     Args:
         turned: q' or k'.
-        cos, sin, heads_dim: as there; the halves of cos and sin are equal.
+        cos, sin, heads_dim: as there; the result is not finite where they make of a pair of columns what does
+            not tell it.
         strides: of the result.
         out_dtype: dtype of the result.
     """

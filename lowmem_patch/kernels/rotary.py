@@ -5,7 +5,9 @@ With R columns that turn, in halves x1 and x2, cos = (c1, c2) and sin = (s1, s2)
     y1 = x1 c1 - x2 s1,      y2 = x2 c2 + x1 s2,      y[R:] = x[R:]
     dx1 = dy1 c1 + dy2 s2,   dx2 = dy2 c2 - dy1 s1,   dx[R:] = dy[R:]
 
-The inverse is the transpose divided by c^2 + s^2, where the halves are equal; 0 where that is 0.
+    x1 = (y1 c2 + y2 s1) / d,  x2 = (y2 c1 - y1 s2) / d,  d = c1 c2 + s1 s2
+
+The last line is the inverse: 0 where all four are 0, and not finite where else d is 0.
 
 Saved: cos and sin. A program takes some positions of one sequence and a block of heads; one
 that takes a single position reads its cos and sin once for all these heads.
@@ -41,9 +43,10 @@ def _load_angles(pointer, position, stride, column, mask, HALF: tl.constexpr):
 @triton.jit
 def _turn(x1, x2, c1, c2, s1, s2, DIRECTION: tl.constexpr):
     if DIRECTION == "inverse":
-        length = c1 * c1 + s1 * s1
-        length = tl.where(length == 0, float("inf"), length)
-        return (x1 * c1 + x2 * s2) / length, (x2 * c2 - x1 * s1) / length
+        determinant = c1 * c2 + s1 * s2
+        nothing = (c1 == 0) & (c2 == 0) & (s1 == 0) & (s2 == 0)
+        determinant = tl.where(nothing, 1.0, determinant)
+        return (x1 * c2 + x2 * s1) / determinant, (x2 * c1 - x1 * s2) / determinant
     elif DIRECTION == "transposed":
         return x1 * c1 + x2 * s2, x2 * c2 - x1 * s1
     else:

@@ -18,6 +18,9 @@ _SMALLEST_RATIO = 1e-4
 # where the output is stored in 8 bits; `limits_of` has twice the shift, of all
 RATIO_IN_BITS, SHIFT_IN_BITS = 1 / 16, 1.0
 
+# a rotated output tells z where no gamma is smaller than this share of its pair's; more with a beta
+_SMALLEST_PAIR = 1 / 16
+
 # nobody waits where gamma would stay this far from 0, as a share of the largest, for so many more steps
 _FAR_RATIO, _FAR, _STEPS = 0.02, 4.0, 4
 
@@ -35,20 +38,22 @@ class Extremes(NamedTuple):
     Attributes:
         inverse, largest: 1 / min |gamma|, and max |gamma|.
         shift, ratio: max |beta / gamma|, and min |gamma| / max |gamma|.
+        pair: the same ratio of the two gammas of a pair that a rotation turns, the least of all pairs.
     """
 
     inverse: float
     largest: float
     shift: float
     ratio: float
+    pair: float
 
     @staticmethod
-    def of(inverse: float, largest: float, shift: float) -> Extremes:
+    def of(inverse: float, largest: float, shift: float, pair: float) -> Extremes:
         product = inverse * largest
-        return Extremes(inverse, largest, shift, 1.0 / product if product > 0.0 else 0.0)
+        return Extremes(inverse, largest, shift, 1.0 / product if product > 0.0 else 0.0, pair)
 
 
-_IDENTITY = Extremes.of(1.0, 1.0, 0.0)
+_IDENTITY = Extremes.of(1.0, 1.0, 0.0, 1.0)
 _event: Any = torch.cuda.Event  # has no types
 
 
@@ -56,7 +61,7 @@ class Reading:
     """What a device computes of many gammas and betas at once, read by the host where it first asks.
 
     Args:
-        found: ``[3, norms]``: 1 / min |gamma|, max |gamma|, max |beta / gamma|.
+        found: ``[4, norms]``: 1 / min |gamma|, max |gamma|, max |beta / gamma|, the least ratio in a pair.
     """
 
     __slots__ = ("_done", "_found", "_values")
@@ -164,11 +169,12 @@ class GammaChecks:
         gathered: weights are sharded (FSDP2): gamma is whole for a block's run alone, and nobody checks.
         smallest_ratio: of the least |gamma| to the largest, where the output tells z.
         largest_shift: of |beta / gamma| there.
+        pairs: which columns a rotation turns: the width of a head, and how many of these; None: not known.
     """
 
     __slots__ = (
         "_before", "_decided", "_writes", "assumed", "gathered", "largest_shift", "last", "of_forward",
-        "of_last_forward", "recovers_z", "smallest_ratio",
+        "of_last_forward", "pairs", "recovers_z", "smallest_ratio",
     )  # fmt: skip
 
     def __init__(
@@ -184,6 +190,7 @@ class GammaChecks:
         self.recovers_z = recovers_z
         self.assumed: bool | None = None
         self.gathered = False
+        self.pairs: tuple[int, int] | None = None
         self._before: tuple[Extremes, ...] = ()  # of the last three forwards
         self._writes: tuple[int, ...] | None = None  # of one step
         self._decided: Any = weakref.WeakKeyDictionary()  # by block, then by gamma and beta
@@ -195,6 +202,19 @@ class GammaChecks:
         """Whether the output tells z."""
         few = found.inverse * found.largest > 1.0 / self.smallest_ratio
         return not (few or found.largest == 0.0 or found.shift > self.largest_shift)
+
+    def tells_z_turned(self) -> bool:
+        """Whether a rotated output tells z, too: one gamma's rounding error is divided by the other's.
+
+        Of a gamma for whose check the forward does not wait, that of the forward before tells it.
+        """
+        check = self.of_forward or self.last or self.of_last_forward
+        if check is not None and check.expected is not None and self.of_last_forward is not None:
+            check = self.of_last_forward
+        if check is None:
+            return False
+        found = check.found()
+        return found.pair >= _SMALLEST_PAIR * (1.0 + found.shift)
 
     def told(self, check: GammaCheck) -> bool:
         """Whether the output tells z of the gamma of ``check``; waits for the device."""

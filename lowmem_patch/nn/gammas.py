@@ -54,13 +54,16 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _extremes(pairs: list[tuple[Any, Any]], settings: NormSettings) -> Tensor:
-    """``[3, norms]`` of norms that are alike: 1 / min |gamma|, max |gamma|, max |beta / gamma|."""
+def _extremes(
+    pairs: list[tuple[Any, Any]], settings: NormSettings, turned: tuple[int, int] | None
+) -> Tensor:
+    """``[4, norms]`` of norms that are alike: 1 / min |gamma|, max |gamma|, max |beta / gamma|, and the least
+    ratio of the gammas in a pair of columns that a rotation turns."""
     weights, biases = [weight for weight, _ in pairs], [bias for _, bias in pairs]
     if weights[0] is None:
         shifts = torch.stack(biases).abs_().amax(1).float()
         ones = torch.ones_like(shifts)
-        return torch.stack([ones, ones, shifts])
+        return torch.stack([ones, ones, shifts, ones])
     gammas = torch.stack(weights)
     if settings.identity_weight != 1.0:
         gammas.add_(1.0 - settings.identity_weight)
@@ -69,7 +72,33 @@ def _extremes(pairs: list[tuple[Any, Any]], settings: NormSettings) -> Tensor:
     else:
         shift = torch.stack(biases).div_(gammas).abs_().amax(1)
     least, largest = gammas.abs_().aminmax(dim=1)
-    return torch.stack([least.reciprocal_(), largest, shift]).float()
+    pair = torch.ones_like(largest) if turned is None else _least_in_pairs(gammas, *turned)
+    return torch.stack([least.reciprocal_(), largest, shift, pair]).float()
+
+
+def _least_in_pairs(sizes: Tensor, width: int, rotated: int) -> Tensor:
+    heads = sizes.view(len(sizes), -1, width)
+    first, second = heads[..., :rotated].chunk(2, -1)
+    return first.div(second).minimum(second.div(first)).amin((1, 2))
+
+
+def tells_z_turned(norm: MSNorm, width: int, rotated: int) -> bool:
+    """Whether what a rotation makes of a norm's output tells z; waits for the device the first time.
+
+    Args:
+        width: of a head.
+        rotated: the columns of it that turn.
+    """
+    weight, bias = norm.own_affine()
+    if weight is None and bias is None:
+        return True
+    checks = norm.gamma_checks
+    if checks.pairs != (width, rotated):
+        checks.pairs = width, rotated
+        check_gammas([norm])
+        if checks.of_forward is not None:
+            checks.of_forward = checks.last
+    return checks.tells_z_turned()
 
 
 def would_tell_z(norm: MSNorm, weight: Tensor | None, bias: Tensor | None) -> bool | None:
@@ -78,7 +107,7 @@ def would_tell_z(norm: MSNorm, weight: Tensor | None, bias: Tensor | None) -> bo
     if one is None or not can_be_checked(weight, bias):
         return None
     with torch.no_grad(), without_autocast(one.device.type):
-        found = _extremes([(weight, bias)], norm.settings)
+        found = _extremes([(weight, bias)], norm.settings, None)
     return norm.gamma_checks.tells_z(Extremes.of(*found.flatten().tolist()))
 
 
@@ -104,13 +133,18 @@ def _start_checks(norms: Iterable[Affined]) -> list[MSNorm]:
     with torch.no_grad(), without_dispatch_modes():
         for device, groups in _alike(norms).items():
             with without_autocast(device.type):  # to float16, which stacks no bfloat16
-                parts = [_extremes([(w, b) for _, w, b in g], g[0][0].settings) for g in groups]
-                reading = Reading(torch.cat(parts, 1))
+                reading = Reading(torch.cat([_extremes_of(group) for group in groups], 1))
             asked = (each for group in groups for each in group)
             for place, (norm, weight, bias) in enumerate(asked):
                 norm.gamma_checks.last = GammaCheck(weight, bias, reading=reading, place=place)
                 checked.append(norm)
     return checked
+
+
+def _extremes_of(group: list[Affined]) -> Tensor:
+    norm, *_ = group[0]
+    vectors = [(weight, bias) for _, weight, bias in group]
+    return _extremes(vectors, norm.settings, norm.gamma_checks.pairs)
 
 
 def _alike(norms: Iterable[Affined]) -> dict[torch.device, list[list[Affined]]]:
@@ -120,7 +154,7 @@ def _alike(norms: Iterable[Affined]) -> dict[torch.device, list[list[Affined]]]:
         one = bias if weight is None else weight
         if one is not None and one.numel():
             absent, identity = (weight is None, bias is None), norm.settings.identity_weight
-            kind = (*absent, one.dtype, one.numel(), identity)
+            kind = (*absent, one.dtype, one.numel(), identity, norm.gamma_checks.pairs)
             alike.setdefault((one.device, kind), []).append((norm, weight, bias))
     by_device: dict[torch.device, list[Any]] = {}
     for (device, _), group in alike.items():

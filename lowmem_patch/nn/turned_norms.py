@@ -3,10 +3,11 @@
 A norm saves its output y to recover z from it in backward. Behind a norm of queries stands the rotary
 embedding, and behind that attention, which saves the turned queries q' = R y. So nobody else needs y:
 
-    y = R^T q' / (cos^2 + sin^2),     up to the rounding of q'
+    y = R^-1 q',     up to the rounding of q'
 
 The norm saves a deferred tensor that holds y. The rotation, which finds it behind the history of what it
-reads, lets it hold q', cos and sin in the place of y. Where no rotation comes, y stays.
+reads, lets it hold q', cos and sin in the place of y. Where no rotation comes, y stays. So it does where one
+gamma of a pair that turns is much smaller than the other, whose rounding error it would be divided into.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lowmem_patch.functional import in_compiler, packer, turned_back, without_torch_function
 from lowmem_patch.nn.deferred import Unstored
-from lowmem_patch.nn.gammas import is_capturing
+from lowmem_patch.nn.gammas import is_capturing, tells_z_turned
 from lowmem_patch.nn.op import Op, is_dense
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ _VIEWS = frozenset(
     for name in ("Transpose", "View", "UnsafeView", "ReshapeAlias", "Permute", "Unsqueeze", "Alias")
 )
 _MOST_VIEWS = 4
+# cos^2 + sin^2 of both halves together, which must not vanish in float32; and its share of the determinant, 2
+# where the halves are equal
+_LEAST, _MOST = 1e-30, 8.0
 
 
 class _Output(Op):
@@ -117,7 +121,7 @@ def note_turned(x: Tensor, turned: Tensor, cos: Tensor, sin: Tensor, heads_dim: 
         y = h.output()
         if y is None or type(h.op) is not _Output or h.was_written() or not _is_all_of(x, y):
             return
-        if turned.dtype != y.dtype or not _turns_back(h.op.norm, cos, sin):
+        if turned.dtype != y.dtype or not _turns_back(h.op.norm, x.shape[-1], cos, sin):
             return
         h.op, h.sources = _TurnedBack(x, y, heads_dim), (turned.detach(), cos, sin)
         h._versions, h._value = [source._version for source in h.sources], None
@@ -143,17 +147,19 @@ def _is_all_of(x: Tensor, y: Tensor) -> bool:
     return same and x.numel() == y.numel() and is_dense(x)
 
 
-def _turns_back(norm: MSNorm, cos: Tensor, sin: Tensor) -> bool:
-    """Whether the rotation has an inverse: both halves turn alike. It is the model's, and looked at once."""
+def _turns_back(norm: MSNorm, width: int, cos: Tensor, sin: Tensor) -> bool:
+    """Whether the rotation, which is the model's and looked at once, has an inverse, and that tells z."""
+    if isinstance(cos, FakeTensor) or cos.is_meta:
+        return True
+    if is_capturing(cos.device):
+        return False
     if norm.turns_back is None:
-        if isinstance(cos, FakeTensor) or cos.is_meta:
-            return True
-        if is_capturing(cos.device):
-            return False
-        alike = [
-            (one[..., : one.shape[-1] // 2] == one[..., one.shape[-1] // 2 :]).all()
-            for one in (cos, sin)
-        ]
-        turns = (cos.detach().square() + sin.detach().square() > 0).all()
-        norm.turns_back = bool(alike[0] & alike[1] & turns)
-    return norm.turns_back
+        norm.turns_back = _has_inverse(cos.detach(), sin.detach())
+    return norm.turns_back and tells_z_turned(norm, width, cos.shape[-1])
+
+
+def _has_inverse(cos: Tensor, sin: Tensor) -> bool:
+    """Whether no pair of columns is turned into what hardly tells it."""
+    (c1, c2), (s1, s2) = cos.double().chunk(2, -1), sin.double().chunk(2, -1)
+    size = c1.square() + c2.square() + s1.square() + s2.square()
+    return bool(((size > _LEAST) & (size <= _MOST * (c1 * c2 + s1 * s2).abs())).all())

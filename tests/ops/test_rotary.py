@@ -89,9 +89,10 @@ def test_rotary_is_torchs_within_its_own_error(
             assert mine.stride() == torch.empty_like(x).stride()
 
 
+@pytest.mark.parametrize("alike", [True, False], ids=["equal halves", "unequal halves"])
 @pytest.mark.parametrize(("shape", "heads_dim"), part(SHAPES, [1, 2], of=2), ids=str)
 def test_the_inverse_gives_what_was_turned(
-    backend: Backend, shape: tuple[int, ...], heads_dim: int
+    backend: Backend, shape: tuple[int, ...], heads_dim: int, alike: bool
 ) -> None:
     batches, positions, heads, _, columns, size = shape
     x = torch.randn(batches, positions, heads, columns).to(backend.device)
@@ -100,6 +101,8 @@ def test_the_inverse_gives_what_was_turned(
     cos, sin = (
         1.3 * angle.to(backend.device, torch.bfloat16) for angle in (phase.cos(), phase.sin())
     )
+    if not alike:
+        cos[..., size // 2 :] *= 2
     cos[:, :1] = sin[:, :1] = 0
     y, _ = ours(x, x, cos, sin, backend, heads_dim=heads_dim)
     rotate = module(resolve(backend.implementation, x)).rotate

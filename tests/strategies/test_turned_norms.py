@@ -95,6 +95,11 @@ def test_the_inverse_gives_what_was_turned() -> None:
     for x, y in zip((q, k), rotary_embedding(q, k, cos, sin), strict=True):
         back = turned_back(y, cos, sin, 1, x.stride(), torch.float64)
         torch.testing.assert_close(back, x, rtol=1e-12, atol=1e-12)
+    other, another = (torch.rand(1, 5, 6, dtype=torch.float64) + 0.5 for _ in "cs")  # halves differ
+    back = turned_back(
+        rotary_embedding(q, k, other, another)[0], other, another, 1, q.stride(), q.dtype
+    )
+    torch.testing.assert_close(back, q, rtol=1e-12, atol=1e-12)
     nothing = turned_back(q, cos * 0, sin * 0, 1, q.stride(), torch.float64)
     assert torch.equal(nothing[..., :6], torch.zeros(2, 3, 5, 6, dtype=torch.float64))
 
@@ -123,6 +128,8 @@ class Attention(nn.Module):
         cos, sin = self.phase.cos(), self.phase.sin()
         if use == "no rotation":
             cos = cos * torch.arange(1.0, 9.0)
+        if use == "halves":
+            cos = cos.sign() * torch.arange(4.0, 12.0)
         if use == "zeros":
             cos, sin = cos.clone(), sin.clone()
             cos[:, 2] = sin[:, 2] = 0
@@ -184,7 +191,8 @@ def patched(model: Net) -> Net:
 
 
 USES = (
-    "plainly", "read in front", "no rotation", "zeros", "a part", "no grad", "twice", "alone", "repeated",
+    "plainly", "read in front", "no rotation", "halves", "zeros", "a part", "no grad", "twice", "alone",
+    "repeated",
 )  # fmt: skip
 
 
@@ -198,6 +206,15 @@ def test_every_use_computes_the_same(use: str, traced: bool) -> None:
     for one in (model, ours):
         one.attention.use = use
     assert_same_step(ours, model, batch())
+
+
+def test_a_rotation_may_become_another() -> None:
+    model = net()
+    ours = patched(model)
+    for use in ("plainly", "halves", "zeros", "plainly"):
+        for one in (model, ours):
+            one.attention.use = use
+        assert_same_step(ours, model, batch())
 
 
 @pytest.mark.parametrize("use", ["written in front", "written behind"])
@@ -310,3 +327,45 @@ def test_a_gamma_near_0_saves_z(gamma: float) -> None:
         for one in (model, ours):
             one.attention.q_norm.weight[::3] = gamma
     assert_same_step(ours, model, batch())
+
+
+def held(model: Net) -> list[bool]:
+    """Of queries and keys: whether the norm saves its output, and not what a rotation made of it."""
+    loss = model(batch()).sum()
+    found = [node.saved_as() for node in nodes(loss.grad_fn) if hasattr(node, "saved_as")]
+    return [h is None or not h.sources for h in found]
+
+
+@pytest.mark.parametrize("gamma", [0.5, 0.01])
+def test_a_gamma_far_below_that_of_its_pair_keeps_the_output(gamma: float) -> None:
+    model = net()
+    ours = patched(model)
+    for one in (model, ours):
+        for norm in (one.attention.q_norm, one.attention.k_norm):
+            with torch.no_grad():
+                norm.weight.fill_(1.0)[5] = gamma
+    assert held(ours) == [gamma < 0.1] * 2
+    assert_same_step(ours, model, batch())
+    with torch.no_grad():  # a pair that is small for itself
+        for one in (model, ours):
+            for norm in (one.attention.q_norm, one.attention.k_norm):
+                norm.weight[1] = gamma
+    assert held(ours) == [False] * 2
+    assert_same_step(ours, model, batch())
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("gamma", [0.1, 0.01, 1e-3])
+@pytest.mark.parametrize("name", MODELS)
+def test_gammas_of_many_sizes_are_accurate(name: str, gamma: float, trains: bool) -> None:
+    model = cast(made(name), BF16.weights)
+    with torch.no_grad():
+        for module in model.modules():
+            for norm in (getattr(module, "q_norm", None), getattr(module, "k_norm", None)):
+                if norm is not None:
+                    sizes = gamma ** torch.rand(norm.weight.shape)
+                    sizes[0], sizes[2], sizes[4] = 1.0, gamma, gamma  # pairs of heads of 4 and of 8
+                    norm.weight.copy_(sizes - (1.0 if name == "gemma3" else 0.0))
+                    norm.weight.requires_grad_(trains)
+    ours = patch_model(copy.deepcopy(model), "exact", example_inputs=ids())
+    assert_same_step(ours, model, ids(), BF16)
