@@ -17,8 +17,7 @@ from lowmem_patch.memory.sharding import Sharding, gathered, gradients_of_runs, 
 from lowmem_patch.memory.step import OPTIMIZER, Part
 from lowmem_patch.memory.timeline import FewRuns, Timeline, few_of, few_runs, run_levels
 from lowmem_patch.nn.checkpointing import SWITCHES, is_switched_on
-from lowmem_patch.nn.gammas import would_tell_z
-from lowmem_patch.nn.norms import MSNorm
+from lowmem_patch.nn.gammas import assume_gammas
 from lowmem_patch.strategies.checkpointing import find_blocks
 from lowmem_patch.strategies.protocol import Facts
 from lowmem_patch.tracing.inputs import ExampleInputs
@@ -99,7 +98,7 @@ class Steps:
             self.sharding = Sharding(
                 training.gpus, gathered(model), gradients, training.accumulates
             )
-        _assume_looks(model, shadow.model, gathered=training.gpus > 1)
+        assume_gammas(model, shadow.model, gathered=training.gpus > 1)
 
     def of_all(self, runs: Sequence[T]) -> tuple[T, ...]:
         """What is known of each run of the shadow, for each run of the model."""
@@ -181,15 +180,3 @@ class Steps:
     def beside(self, timeline: Timeline) -> int:
         """Bytes of a step beside what is held for the whole of training."""
         return self.need(timeline).total - self.resident
-
-
-def _assume_looks(model: nn.Module, shadow: nn.Module, *, gathered: bool) -> None:
-    """Tell the norms of a patched shadow, which has no data, what their gammas and betas are like; nobody
-    checks those that FSDP2 gathers."""
-    modules = dict(model.named_modules())
-    for name, norm in shadow.named_modules():
-        if isinstance(norm, MSNorm) and not norm.folded and name in modules:
-            own = modules[name]._parameters
-            gamma, beta = map(own.get, norm.names)
-            told = False if gathered else would_tell_z(norm, gamma, beta)
-            norm.gamma_checks.assumed = told

@@ -52,6 +52,10 @@ class Extremes(NamedTuple):
         product = inverse * largest
         return Extremes(inverse, largest, shift, 1.0 / product if product > 0.0 else 0.0, pair)
 
+    def tell_z_turned(self) -> bool:
+        """Whether a rotated output tells z: one gamma's rounding error is divided by the other's."""
+        return self.pair >= _SMALLEST_PAIR * (1.0 + self.shift)
+
 
 _IDENTITY = Extremes.of(1.0, 1.0, 0.0, 1.0)
 _event: Any = torch.cuda.Event  # has no types
@@ -166,6 +170,7 @@ class GammaChecks:
         of_last_forward: that of the forward before, from which gamma's steps are known.
         recovers_z: what the last one told, for torch.compile, under which nobody checks.
         assumed: what a check would tell, for a copy without data.
+        assumed_turned: the same of a rotated output, by the width of a head and its columns that turn.
         gathered: weights are sharded (FSDP2): gamma is whole for a block's run alone, and nobody checks.
         smallest_ratio: of the least |gamma| to the largest, where the output tells z.
         largest_shift: of |beta / gamma| there.
@@ -173,8 +178,8 @@ class GammaChecks:
     """
 
     __slots__ = (
-        "_before", "_decided", "_writes", "assumed", "gathered", "largest_shift", "last", "of_forward",
-        "of_last_forward", "pairs", "recovers_z", "smallest_ratio",
+        "_before", "_decided", "_writes", "assumed", "assumed_turned", "gathered", "largest_shift", "last",
+        "of_forward", "of_last_forward", "pairs", "recovers_z", "smallest_ratio",
     )  # fmt: skip
 
     def __init__(
@@ -189,6 +194,7 @@ class GammaChecks:
         self.of_last_forward: GammaCheck | None = None
         self.recovers_z = recovers_z
         self.assumed: bool | None = None
+        self.assumed_turned: Callable[[int, int], bool] | None = None
         self.gathered = False
         self.pairs: tuple[int, int] | None = None
         self._before: tuple[Extremes, ...] = ()  # of the last three forwards
@@ -204,17 +210,12 @@ class GammaChecks:
         return not (few or found.largest == 0.0 or found.shift > self.largest_shift)
 
     def tells_z_turned(self) -> bool:
-        """Whether a rotated output tells z, too: one gamma's rounding error is divided by the other's.
-
-        Of a gamma for whose check the forward does not wait, that of the forward before tells it.
-        """
+        """Whether a rotated output tells z, too. Of a gamma for whose check the forward does not wait, the
+        forward before says so."""
         check = self.of_forward or self.last or self.of_last_forward
         if check is not None and check.expected is not None and self.of_last_forward is not None:
             check = self.of_last_forward
-        if check is None:
-            return False
-        found = check.found()
-        return found.pair >= _SMALLEST_PAIR * (1.0 + found.shift)
+        return check is not None and check.found().tell_z_turned()
 
     def told(self, check: GammaCheck) -> bool:
         """Whether the output tells z of the gamma of ``check``; waits for the device."""

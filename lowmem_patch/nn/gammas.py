@@ -16,7 +16,8 @@ block that runs again in backward a norm saves what it saved in the first run (`
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,14 +102,40 @@ def tells_z_turned(norm: MSNorm, width: int, rotated: int) -> bool:
     return checks.tells_z_turned()
 
 
-def would_tell_z(norm: MSNorm, weight: Tensor | None, bias: Tensor | None) -> bool | None:
-    """Whether the output of ``norm`` would tell z of these gamma and beta; None where nobody can check."""
+def assume_gammas(model: nn.Module, shadow: nn.Module, *, gathered: bool = False) -> None:
+    """Tell the norms of a patched shadow, which has no data, what the gammas and betas of the model are like.
+
+    Args:
+        gathered: by FSDP2, under which nobody checks them.
+    """
+    modules = dict(model.named_modules())
+    for name, norm in shadow.named_modules():
+        checks = getattr(norm, "gamma_checks", None)
+        if checks is None or norm.folded or name not in modules:
+            continue
+        vectors = tuple(modules[name]._parameters.get(own) for own in norm.names)
+        look = partial(_look, norm, vectors)
+        found = None if gathered else look(None)
+        checks.assumed = False if gathered else None if found is None else checks.tells_z(found)
+        checks.assumed_turned = partial(_would_tell_turned, look)
+
+
+def _would_tell_turned(look: Callable[[Any], Extremes | None], width: int, rotated: int) -> bool:
+    found = look((width, rotated))
+    return found is None or found.tell_z_turned()
+
+
+def _look(
+    norm: MSNorm, vectors: tuple[Tensor | None, ...], turned: tuple[int, int] | None
+) -> Extremes | None:
+    """What a check of a gamma and a beta would find; None where nobody can check."""
+    weight, bias = vectors
     one = bias if weight is None else weight
     if one is None or not can_be_checked(weight, bias):
         return None
-    with torch.no_grad(), without_autocast(one.device.type):
-        found = _extremes([(weight, bias)], norm.settings, None)
-    return norm.gamma_checks.tells_z(Extremes.of(*found.flatten().tolist()))
+    with torch.no_grad(), without_dispatch_modes(), without_autocast(one.device.type):
+        found = _extremes([(weight, bias)], norm.settings, turned)
+        return Extremes.of(*found.flatten().tolist())
 
 
 def check_gammas(norms: Iterable[MSNorm]) -> None:

@@ -150,7 +150,8 @@ def _is_all_of(x: Tensor, y: Tensor) -> bool:
 def _turns_back(norm: MSNorm, width: int, cos: Tensor, sin: Tensor) -> bool:
     """Whether the rotation, which is the model's and looked at once, has an inverse, and that tells z."""
     if isinstance(cos, FakeTensor) or cos.is_meta:
-        return True
+        assumed = norm.gamma_checks.assumed_turned
+        return assumed is None or assumed(width, cos.shape[-1])
     if is_capturing(cos.device):
         return False
     if norm.turns_back is None:

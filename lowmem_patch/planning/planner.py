@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.errors import PatchError, TraceError
 from lowmem_patch.nn.checkpointing import is_switched_on
+from lowmem_patch.nn.gammas import assume_gammas
 from lowmem_patch.planning.apply import apply_plan, undo
 from lowmem_patch.planning.floor import count_floor
 from lowmem_patch.planning.notes import note_of_dropouts, notes_of_no_sites
@@ -134,6 +135,7 @@ def plan_model(model: nn.Module, config: PatchConfig, example_inputs: Any) -> Pl
     )
     if shadow.mode is not None:
         apply_plan(shadow.model, plan, arithmetic=False)
+        assume_gammas(model, shadow.model)
         report = dataclasses.replace(
             report, **counted_after(report, trace_whole(shadow, structure=False))
         )

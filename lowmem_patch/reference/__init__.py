@@ -348,9 +348,8 @@ def rotate(
     """The rotary position embedding of one tensor, or its transpose or inverse, which backward needs.
 
     With the first R columns in halves x1 and x2, cos = (c1, c2) and sin = (s1, s2):
-    y1 = x1 c1 - x2 s1, y2 = x2 c2 + x1 s2; transposed y1 = x1 c1 + x2 s2, y2 = x2 c2 - x1 s1. The inverse is
-    y1 = (x1 c2 + x2 s1) / d, y2 = (x2 c1 - x1 s2) / d with d = c1 c2 + s1 s2: 0 where all four are 0, and not
-    finite where else there is none. The other columns are copied.
+    y1 = x1 c1 - x2 s1, y2 = x2 c2 + x1 s2; transposed y1 = x1 c1 + x2 s2, y2 = x2 c2 - x1 s1; inverse, with
+    d = c1 c2 + s1 s2, y1 = (x1 c2 + x2 s1) / d, y2 = (x2 c1 - x1 s2) / d, 0 where all four are 0.
 
     Args:
         x: ``[B, H, S, D]`` or, with ``heads_dim`` 2, ``[B, S, H, D]``.
@@ -373,8 +372,7 @@ def rotate(
     if direction == "inverse":
         other_cos, other_sin = (angles.roll(size // 2, -1) for angles in (cos, sin))
         determinant = (cos * other_cos).addcmul_(sin, other_sin)
-        nothing = (cos == 0) & (sin == 0) & (other_cos == 0) & (other_sin == 0)
-        determinant.masked_fill_(nothing, 1.0)
+        determinant[(cos == 0) & (sin == 0) & (other_cos == 0) & (other_sin == 0)] = 1.0
         cos, sin = other_cos / determinant, other_sin / determinant
     # in place where no rounding comes behind
     turned = torch.mul(operand, cos, out=y_turning) if out_dtype == dtype else operand * cos

@@ -354,6 +354,18 @@ def test_a_gamma_far_below_that_of_its_pair_keeps_the_output(gamma: float) -> No
     assert_same_step(ours, model, batch())
 
 
+@pytest.mark.parametrize("gamma", [0.5, 0.01, 1e-6])
+def test_the_report_knows_the_gammas(gamma: float) -> None:
+    model = net()
+    with torch.no_grad():
+        model.attention.q_norm.weight.fill_(1.0)[5] = gamma
+    ours = patched(model)
+    with saved_bytes(ours) as counted:
+        y = ours(batch())
+    del y
+    assert patch_report(ours).saved_after == counted.activations
+
+
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("gamma", [0.1, 0.01, 1e-3])
 @pytest.mark.parametrize("name", MODELS)
