@@ -127,13 +127,6 @@ def share_or_skip(
 ) -> SharedNorm | Skip:
     """The patch of a norm, or why there is none."""
     consumers = _who_saves_it(facts, config, site.consumers)
-    size = sum(tensor.nbytes for tensor in site.outputs)
-    if not (
-        any(consumer.use in ("linear", "autocast") for consumer in consumers)
-        or facts.saved(site.name) > 1.5 * size
-        or _is_saved(facts, config, site)
-    ):
-        return site.skip("nothing to gain: nobody saves its output")
     whole = site.gamma is None and site.beta is None
     adapters = tuple(f"{name}." for name in adapter_layers(facts, config))
     read = any(weight_trains(c) or c.text.startswith(adapters) for c in consumers)
@@ -148,7 +141,14 @@ def share_or_skip(
     patch = shared_norm(facts, config, site, reason)
     if patch.use.of_computed:
         return dataclasses.replace(patch, reason=_COMPUTED, saves=0)
-    return dataclasses.replace(patch, reason=_TURNED) if patch.use.turned else patch
+    if patch.use.turned and facts.saved(site.name):
+        return dataclasses.replace(patch, reason=_TURNED)
+    gains = (
+        any(consumer.use in ("linear", "autocast") for consumer in consumers)
+        or facts.saved(site.name) > 1.5 * sum(output.nbytes for output in site.outputs)
+        or _is_saved(facts, config, site)
+    )
+    return patch if gains else site.skip("nothing to gain: nobody saves its output")
 
 
 def _no_gain(facts: Facts, site: NormSite, read: bool) -> str:

@@ -354,16 +354,30 @@ def test_a_gamma_far_below_that_of_its_pair_keeps_the_output(gamma: float) -> No
     assert_same_step(ours, model, batch())
 
 
+def test_a_frozen_norm_saves_its_input_no_longer() -> None:
+    model = net()
+    model.attention.q_norm.requires_grad_(False)
+    before = saved_of(model)
+    ours = patched(model)
+    # the inputs of both norms, and the Linear's copy of what attention gives
+    assert before - saved_of(ours) == 3 * batch().nbytes
+    assert_same_step(ours, model, batch())
+
+
+def saved_of(model: Net) -> int:
+    with saved_bytes(model) as counted:
+        y = model(batch())
+    del y
+    return counted.activations
+
+
 @pytest.mark.parametrize("gamma", [0.5, 0.01, 1e-6])
 def test_the_report_knows_the_gammas(gamma: float) -> None:
     model = net()
     with torch.no_grad():
         model.attention.q_norm.weight.fill_(1.0)[5] = gamma
     ours = patched(model)
-    with saved_bytes(ours) as counted:
-        y = ours(batch())
-    del y
-    assert patch_report(ours).saved_after == counted.activations
+    assert patch_report(ours).saved_after == saved_of(ours)
 
 
 @pytest.mark.parametrize("trains", [True, False])
