@@ -28,7 +28,6 @@ from lowmem_patch.reference import cast
 _convolution: Any = torch.ops.aten.convolution.default
 _convolution_backward: Any = torch.ops.aten.convolution_backward.default
 _NOT_TRANSPOSED = (False, (0,))  # and the padding of an output that is
-_DIMENSIONS = {"conv1d": 3, "conv2d": 4, "conv3d": 5}  # of a batch
 
 
 class _Call(NamedTuple):
@@ -124,6 +123,7 @@ def read_convolution(
         return NotImplemented
     call = _Call(*args, **kwargs)
     dtype = product_dtype(x.dtype, call.weight)
-    if dtype is None or not call.is_known(_DIMENSIONS[func.__name__], dtype) or is_transformed():
+    dimensions = 2 + int(func.__name__[len("conv")])  # of a batch, for conv2d
+    if dtype is None or not call.is_known(dimensions, dtype) or is_transformed():
         return NotImplemented
     return _call(x, call.weight, call.bias, call.settings, dtype)

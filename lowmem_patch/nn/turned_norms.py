@@ -18,7 +18,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lowmem_patch.functional import in_compiler, packer, turned_back, without_torch_function
+from lowmem_patch.functional import (
+    in_compiler,
+    packer,
+    turned_back,
+    without_dispatch_modes,
+    without_torch_function,
+)
 from lowmem_patch.nn.deferred import Unstored
 from lowmem_patch.nn.gammas import is_capturing, tells_z_turned
 from lowmem_patch.nn.op import Op, is_dense
@@ -156,13 +162,14 @@ def _turns_back(norm: MSNorm, width: int, cos: Tensor, sin: Tensor) -> bool:
     if is_capturing(cos.device):
         return False
     if norm.turns_back is None:
-        norm.turns_back = _has_inverse(cos.detach(), sin.detach())
+        norm.turns_back = _has_inverse(cos, sin)
     return norm.turns_back and tells_z_turned(norm, width, cos.shape[-1])
 
 
 def _has_inverse(cos: Tensor, sin: Tensor) -> bool:
     """Whether no pair of columns is turned into what hardly tells it."""
     dtype = torch.promote_types(cos.dtype, torch.float32)
-    (c1, c2), (s1, s2) = cos.to(dtype).chunk(2, -1), sin.to(dtype).chunk(2, -1)
-    size = c1.square() + c2.square() + s1.square() + s2.square()
-    return bool(((size > _LEAST) & (size <= _MOST * (c1 * c2 + s1 * s2).abs())).all())
+    with torch.no_grad(), without_dispatch_modes():  # no op of a block that runs again
+        (c1, c2), (s1, s2) = cos.to(dtype).chunk(2, -1), sin.to(dtype).chunk(2, -1)
+        size = c1.square() + c2.square() + s1.square() + s2.square()
+        return bool(((size > _LEAST) & (size <= _MOST * (c1 * c2 + s1 * s2).abs())).all())

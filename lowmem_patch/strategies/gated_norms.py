@@ -16,9 +16,9 @@ from lowmem_patch.nn.deferred_ops import Activation
 from lowmem_patch.nn.gated_norms import GatedMSRMSNorm
 from lowmem_patch.nn.norms import OutputUse
 from lowmem_patch.strategies.activations import next_to_nothing
-from lowmem_patch.strategies.norm_sites import NormSite, read_as_it_lies
+from lowmem_patch.strategies.norm_sites import NormSite, eps_name, read_as_it_lies
 from lowmem_patch.strategies.protocol import Facts, Found, PatchSite, Skip
-from lowmem_patch.strategies.share import eps_name, shared_norm
+from lowmem_patch.strategies.share import shared_norm
 from lowmem_patch.strategies.swap import Swap
 from lowmem_patch.tracing.consumers import (
     find_consumers,

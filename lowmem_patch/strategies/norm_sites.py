@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.constants import STOCK_NAMES, NormSettings
@@ -96,6 +96,14 @@ def _obstacle(facts: Facts, site: NormSite, config: PatchConfig) -> str | None:
         return f"its output is written in place by {writer}"
     reader = read_compiled(facts.trace, facts.outputs(site.name), site.consumers)
     return None if reader is None else f"its output {reader}"
+
+
+def eps_name(original: nn.Module, eps: float) -> str:
+    """The one attribute of a norm that has this value, or leaves it to torch."""
+    if getattr(original, "eps", eps) is None:
+        return "eps"
+    names = [n for n, v in vars(original).items() if type(v) is float and v == eps]
+    return names[0] if len(names) == 1 and not names[0].startswith("_") else ""
 
 
 def read_as_it_lies(consumers: list[Consumer]) -> bool:

@@ -26,7 +26,7 @@ from lowmem_patch.strategies.activations import ActivationSite, activation_sites
 from lowmem_patch.strategies.chains import chain_sources
 from lowmem_patch.strategies.head import head_names
 from lowmem_patch.strategies.lora import adapter_layers
-from lowmem_patch.strategies.norm_sites import NormSite, norm_sites, read_as_it_lies
+from lowmem_patch.strategies.norm_sites import NormSite, eps_name, norm_sites, read_as_it_lies
 from lowmem_patch.strategies.protocol import Facts, Found, Skip
 from lowmem_patch.strategies.rotary import is_turned
 from lowmem_patch.strategies.swap import Swap
@@ -98,14 +98,6 @@ def _module_of(function: CalledFunction, eps: float) -> nn.Module:
     return module
 
 
-def eps_name(original: nn.Module, eps: float) -> str:
-    """The one attribute of a norm that has this value, or leaves it to torch."""
-    if getattr(original, "eps", eps) is None:
-        return "eps"
-    names = [n for n, v in vars(original).items() if type(v) is float and v == eps]
-    return names[0] if len(names) == 1 and not names[0].startswith("_") else ""
-
-
 def _class_for(original: nn.Module, spec: NormSpec) -> type[MSNorm]:
     if spec.names != STOCK_NAMES:
         return NamedMSLayerNorm if spec.kind == "layer_norm" else NamedMSRMSNorm
@@ -143,12 +135,19 @@ def share_or_skip(
         return dataclasses.replace(patch, reason=_COMPUTED, saves=0)
     if patch.use.turned and facts.saved(site.name):
         return dataclasses.replace(patch, reason=_TURNED)
-    gains = (
-        any(consumer.use in ("linear", "autocast") for consumer in consumers)
-        or facts.saved(site.name) > 1.5 * sum(output.nbytes for output in site.outputs)
-        or _is_saved(facts, config, site)
-    )
-    return patch if gains else site.skip("nothing to gain: nobody saves its output")
+    if _saves_less(facts, config, site, consumers):
+        return patch
+    return site.skip("nothing to gain: nobody saves its output")
+
+
+def _saves_less(
+    facts: Facts, config: PatchConfig, site: NormSite, consumers: list[Consumer]
+) -> bool:
+    """Whether somebody else saves a norm's output, or the norm more than that."""
+    if any(consumer.use in ("linear", "autocast") for consumer in consumers):
+        return True
+    more = facts.saved(site.name) > 1.5 * sum(output.nbytes for output in site.outputs)
+    return more or _is_saved(facts, config, site)
 
 
 def _no_gain(facts: Facts, site: NormSite, read: bool) -> str:
