@@ -168,8 +168,8 @@ def _turns_back(norm: MSNorm, width: int, cos: Tensor, sin: Tensor) -> bool:
 
 def _has_inverse(cos: Tensor, sin: Tensor) -> bool:
     """Whether no pair of columns is turned into what hardly tells it."""
-    dtype = torch.promote_types(cos.dtype, torch.float32)
     with torch.no_grad(), without_dispatch_modes():  # no op of a block that runs again
+        dtype = torch.promote_types(cos.dtype, torch.float32)
         (c1, c2), (s1, s2) = cos.to(dtype).chunk(2, -1), sin.to(dtype).chunk(2, -1)
         size = c1.square() + c2.square() + s1.square() + s2.square()
         return bool(((size > _LEAST) & (size <= _MOST * (c1 * c2 + s1 * s2).abs())).all())
