@@ -267,10 +267,16 @@ class Unstored(Deferred):
         self._exposed = True
 
 
-_OWN = frozenset((Tensor, Stored, Unstored))
+_OWN: set[type] = {Tensor, Stored, Unstored}
 
 register_plain(Stored)
 register_known(Unstored)
+
+
+def register_own(kind: type[Unstored]) -> None:
+    """Say that a class of deferred tensors is read as its base is, and is no stranger's."""
+    _OWN.add(kind)
+    register_known(kind)
 
 
 def _call_on_values(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

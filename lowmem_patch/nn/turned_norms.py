@@ -25,7 +25,7 @@ from lowmem_patch.functional import (
     without_dispatch_modes,
     without_torch_function,
 )
-from lowmem_patch.nn.deferred import Unstored
+from lowmem_patch.nn.deferred import Unstored, register_own
 from lowmem_patch.nn.gammas import is_capturing, tells_z_turned
 from lowmem_patch.nn.op import Op, is_dense
 
@@ -98,6 +98,7 @@ class NormOutput(Unstored):
         return self._value is not None and self._value._version != self._value_version
 
 
+register_own(NormOutput)
 _wrapper: Any = Tensor._make_wrapper_subclass
 
 

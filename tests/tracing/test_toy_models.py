@@ -37,7 +37,10 @@ EXPECTED: list[tuple[type[models.TokenModel], dict[str, tuple[str, str]]]] = [
     (norms.NoWeight, {"norm": ("fold", "identity")}),
     (norms.WeightIsBuffer, {"norm": ("recompute", "elementwise functions")}),
     (models.CachedTable, {"norm": ("fold", "")}),
-    (norms.GatedNorm, {"norm": ("fold", ""), "gated": ("share", "their product and the norm recomputed")}),
+    (
+        norms.GatedNorm,
+        {"norm": ("fold", ""), "gated": ("share", "their product and the norm recomputed")},
+    ),
     (
         models.OtherDimensions,
         {"norm": ("fold", ""), "two": ("keep", ""), "group": ("keep", "last dimension")},
