@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowmem_patch import patch_model, patch_report, saved_bytes
 from tests.support.judge import assert_accurate, assert_same_step
+from tests.support.lives import assert_backwards_add_up, assert_trains_alike
 from tests.support.models import randomise
 from tests.support.step import AUTOCAST, BF16, MODES, Mode, cast, in_mode, step, truth_of
 
@@ -196,13 +197,7 @@ def test_a_weight_written_before_the_backward_is_refused() -> None:
 
 def test_two_backwards_of_one_graph_add_up() -> None:
     model = made()
-    ours = patched(model)
-    for one in (model, ours):
-        loss = one(batch()).square().sum()
-        loss.backward(retain_graph=True)
-        loss.backward()
-    for own, found in zip(model.parameters(), ours.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, own.grad)
+    assert_backwards_add_up(patched(model), model, batch())
 
 
 def test_a_hook_reads_the_norm_and_its_gradient() -> None:
@@ -222,17 +217,9 @@ def test_a_hook_reads_the_norm_and_its_gradient() -> None:
     torch.testing.assert_close(*seen)
 
 
-def test_several_steps_with_an_optimizer_end_alike() -> None:
+def test_several_steps_end_alike() -> None:
     model = made()
-    ours = patched(model)
-    for one in (model, ours):
-        optimizer = torch.optim.AdamW(one.parameters(), lr=0.01, fused=True)
-        for number in range(4):
-            for half in range(2):
-                one(batch(10 * number + half)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    torch.testing.assert_close(ours.state_dict(), model.state_dict())
+    assert_trains_alike(patched(model), model, batch)
 
 
 def test_low_rank_adapters_train_on_it() -> None:

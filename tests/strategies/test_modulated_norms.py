@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowmem_patch import patch_model, patch_report, saved_bytes
 from tests.support.judge import assert_close, assert_same_step
+from tests.support.lives import nodes_of
 from tests.support.step import MODES, Mode, cast
 
 WIDTH, ROWS, BATCH = 16, 6, 2
@@ -233,17 +234,6 @@ def test_adapters_read_chains_in_one_op(targets: list[str]) -> None:
     # base, lora_A and lora_B are no nodes of their own, but in Linears without adapters
     if "out" in targets:
         assert not any(name.startswith(("AddmmBackward", "MmBackward")) for name in names)
-
-
-def nodes_of(output: Tensor) -> set[Any]:
-    seen: set[Any] = set()
-    pending: list[Any] = [output.grad_fn]
-    while pending:
-        node = pending.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            pending += [before for before, _ in node.next_functions]
-    return seen
 
 
 def test_auto_stores_codes_where_a_frozen_linear_reads_the_concatenation() -> None:

@@ -27,6 +27,7 @@ from lowmem_patch.functional import rotary_embedding, turned_back
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.turned_norms import NormOutput
 from tests.support.judge import assert_accurate, assert_same_step
+from tests.support.lives import assert_backwards_add_up, assert_trains_alike, nodes_of
 from tests.support.models import randomise
 from tests.support.step import BF16, FP32, Mode, cast, step, truth_of
 
@@ -256,18 +257,12 @@ def test_what_is_saved_may_wait_in_host_memory() -> None:
 
 def test_two_backwards_of_one_graph_add_up() -> None:
     model = net()
-    ours = patched(model)
-    for one in (model, ours):
-        loss = one(batch()).square().sum()
-        loss.backward(retain_graph=True)
-        loss.backward()
-    for own, found in zip(model.parameters(), ours.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, own.grad)
+    assert_backwards_add_up(patched(model), model, batch())
 
 
 def test_nothing_is_held_when_the_backward_is_over() -> None:
     loss = patched(net())(batch()).sum()
-    held = [node.saved_as() for node in nodes(loss.grad_fn) if hasattr(node, "saved_as")]
+    held = [node.saved_as() for node in nodes_of(loss) if hasattr(node, "saved_as")]
     assert [type(h) for h in held] == [NormOutput, NormOutput]
     assert all(h.output() is None and h.held_values() is h.sources[0] for h in held)
     alive = [weakref.ref(h) for h in held]
@@ -275,18 +270,6 @@ def test_nothing_is_held_when_the_backward_is_over() -> None:
     assert all(reference() is not None for reference in alive)
     loss.backward()
     assert all(reference() is None for reference in alive)
-
-
-def nodes(last: Any) -> list[Any]:
-    """The nodes of autograd that lead to one."""
-    found: list[Any] = []
-    pending = [last]
-    while pending:
-        node = pending.pop()
-        if node is not None and node not in found:
-            found.append(node)
-            pending += [before for before, _ in node.next_functions]
-    return found
 
 
 def test_keys_that_attention_repeats_are_held_and_counted() -> None:
@@ -309,14 +292,7 @@ def test_copies_and_pickles_compute_the_same() -> None:
 
 def test_several_steps_end_alike() -> None:
     model = net()
-    ours = patched(model)
-    for one in (model, ours):
-        optimizer = torch.optim.AdamW(one.parameters(), lr=0.01, fused=True)
-        for number in range(4):
-            one(batch(number)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    torch.testing.assert_close(ours.state_dict(), model.state_dict())
+    assert_trains_alike(patched(model), model, batch)
 
 
 @pytest.mark.parametrize("gamma", [0.0, 1e-30])
@@ -332,7 +308,7 @@ def test_a_gamma_near_0_saves_z(gamma: float) -> None:
 def held(model: Net) -> list[bool]:
     """Of queries and keys: whether the norm saves its output, and not what a rotation made of it."""
     loss = model(batch()).sum()
-    found = [node.saved_as() for node in nodes(loss.grad_fn) if hasattr(node, "saved_as")]
+    found = [node.saved_as() for node in nodes_of(loss) if hasattr(node, "saved_as")]
     return [h is None or not h.sources for h in found]
 
 
