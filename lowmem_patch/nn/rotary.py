@@ -25,7 +25,7 @@ from lowmem_patch.functional import (
     is_transformed,
     rotary_embedding,
 )
-from lowmem_patch.nn.context import is_foreign
+from lowmem_patch.nn.context import autocast_dtype, is_foreign
 from lowmem_patch.nn.own import give_forward
 from lowmem_patch.nn.turned_norms import note_turned
 
@@ -43,6 +43,7 @@ class Rotation:
         heads_dim: the dimension of the heads where ``unsqueeze_dim`` is not given, 1 or 2.
         partial: cos and sin may be shorter than q; what they do not reach stays as it is.
         keeps_dtype: results have the dtype of q and k, else the promoted one.
+        feeds_autocast: all readers are ops that autocast casts: results take autocast's dtype.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Rotation:
     heads_dim: int
     partial: bool
     keeps_dtype: bool
+    feeds_autocast: bool = False
 
     def __call__(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any
@@ -71,7 +73,7 @@ class Rotation:
         """The op's results; None where it does not apply."""
         if not self._takes(q, k, cos, sin, heads_dim):
             return None
-        dtype = None if self.keeps_dtype else torch.promote_types(q.dtype, cos.dtype)
+        dtype = self._result_dtype(q, cos)
         batched = q.dim() == 4
         if not batched:
             q, k, cos, sin = (tensor.unsqueeze(0) for tensor in (q, k, cos, sin))
@@ -79,6 +81,14 @@ class Rotation:
         for x, made in zip((q, k), turned, strict=True):
             note_turned(x, made, cos, sin, heads_dim)
         return turned if batched else (turned[0].squeeze(0), turned[1].squeeze(0))
+
+    def _result_dtype(self, q: Tensor, cos: Tensor) -> torch.dtype:
+        """The function's, or the smaller one in which autocast's ops would read that."""
+        own = q.dtype if self.keeps_dtype else torch.promote_types(q.dtype, cos.dtype)
+        if not (self.feeds_autocast and torch.is_grad_enabled()):
+            return own
+        low = autocast_dtype(q.device.type, own)
+        return low if low is not None and low.itemsize < own.itemsize else own
 
     def _takes(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: Any) -> bool:
         """Whether the op computes the rotation of these tensors."""

@@ -129,7 +129,9 @@ def note_turned(x: Tensor, turned: Tensor, cos: Tensor, sin: Tensor, heads_dim: 
         y = h.output()
         if y is None or type(h.op) is not _Output or h.was_written() or not _is_all_of(x, y):
             return
-        if turned.dtype != y.dtype or not _turns_back(h.op.norm, x.shape[-1], cos, sin):
+        if turned.dtype.itemsize > y.dtype.itemsize or not _turns_back(
+            h.op.norm, x.shape[-1], cos, sin
+        ):
             return
         h.op, h.sources = _TurnedBack(x, y, heads_dim), (turned.detach(), cos, sin)
         h._versions, h._value = [source._version for source in h.sources], None

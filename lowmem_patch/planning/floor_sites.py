@@ -14,7 +14,7 @@ from lowmem_patch.strategies.rotary import turned_of
 from lowmem_patch.tracing.base_model import is_leaf
 from lowmem_patch.tracing.call_arguments import is_square
 from lowmem_patch.tracing.dataflow import backward, first_input
-from lowmem_patch.tracing.op_roles import OF_ELEMENTS, Role
+from lowmem_patch.tracing.op_roles import MATMULS, OF_ELEMENTS, Role
 from lowmem_patch.tracing.probes import NormSpec, looks_like_norm
 from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.shadow import tensors_in
@@ -188,7 +188,17 @@ def is_turned(trace: Trace, norm: SiteCall, saved: set[int]) -> bool:
     ends = (
         path.end for path in paths if path.end.numel() == size and not any(map(_copies, path.ops))
     )
-    return swaps and any(storage_key(end) in saved for end in ends)
+    return swaps and any(storage_key(end) in saved or _is_cast_for(trace, end) for end in ends)
+
+
+def _is_cast_for(trace: Trace, tensor: Tensor) -> bool:
+    """Whether attention saves a copy of a tensor that autocast makes."""
+    return any(
+        op.role.has(MATMULS | Role.FUSED_ATTENTION)
+        and op.outputs[0].dtype.itemsize < tensor.dtype.itemsize
+        for op in trace.consumers.get(id(tensor), ())
+        if op.autocast
+    )
 
 
 def _copies(op: Op) -> bool:

@@ -18,7 +18,8 @@ from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.own import has_foreign_forward
 from lowmem_patch.nn.rotary import Rotation, forward_of_class, use_rotary
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
-from lowmem_patch.tracing.dataflow import Path, forward
+from lowmem_patch.tracing.consumers import feed_autocast, find_consumers
+from lowmem_patch.tracing.dataflow import Path, backward, first_input, forward, makers
 from lowmem_patch.tracing.isolation import NoForeignKernels
 from lowmem_patch.tracing.op_roles import OF_ELEMENTS, REARRANGES, SELECTS, Role
 from lowmem_patch.tracing.trace import Op, Trace
@@ -77,8 +78,52 @@ def _rotating(facts: Facts) -> dict[str, FusedRotary]:
             forward = forward_of_class(module)
             # a copy of its file is where nobody would look for what forward writes
             if rotation is not None and forward is not None and not _writes_names(forward):
+                if _feeds_autocast(facts, name):
+                    rotation = dataclasses.replace(rotation, feeds_autocast=True)
                 rotations[name] = FusedRotary(name, rotation)
     return rotations
+
+
+def _feeds_autocast(facts: Facts, name: str) -> bool:
+    """Whether ops that autocast casts alone read what the rotary embedding in a module makes of q and k."""
+    made = facts.once("makers", lambda: makers(facts.trace))
+    calls = facts.calls_of(name)
+    turned = [
+        op.outputs[0]
+        for call in calls
+        for op in facts.trace.ops[call.first_op : call.last_op]
+        if op.module == name and _is_turn(made, op)
+    ]
+    consumers = [find_consumers(facts.trace, [tensor]) for tensor in turned]
+    around = {call.autocast for call in calls}
+    return len(turned) == 2 * len(calls) and all(feed_autocast(one, around) for one in consumers)
+
+
+def _is_turn(made: Mapping[int, Op], op: Op) -> bool:
+    """Whether an op adds x cos and rotate_half(x) sin, the last step of a rotation of all columns."""
+    products = [made.get(id(tensor)) for tensor in op.reads]
+    if not op.role.has(Role.SUM) or len(products) != 2:
+        return False
+    one, other = (
+        product.reads if product is not None and product.role.has(Role.PRODUCT) else []
+        for product in products
+    )
+    return _reads_halves(made, one, of=other) or _reads_halves(made, other, of=one)
+
+
+def _reads_halves(made: Mapping[int, Op], factors: list[Tensor], of: list[Tensor]) -> bool:
+    """Whether one of the factors is made of halves of one ``of`` those, in the other order."""
+
+    def source_of(maker: Op, _: Tensor) -> Tensor | None:
+        return first_input(maker) if maker.role.has(SELECTS | Role.NEGATION) else None
+
+    makers_of = (made.get(id(factor)) for factor in factors)
+    halves = [maker.reads for maker in makers_of if maker and maker.role.has(Role.CONCATENATION)]
+    wholes = {id(tensor) for tensor in of}
+    return len(halves) == 1 and all(
+        any(id(source) in wholes for source in backward(made, half, source_of))
+        for half in halves[0]
+    )
 
 
 def turned_of(trace: Trace, norm: str, output: Tensor) -> list[Path]:

@@ -34,6 +34,7 @@ from lowmem_patch.tracing.call_arguments import CalledFunction, dropout_call
 from lowmem_patch.tracing.consumers import (
     Consumer,
     consumers_behind_dropouts,
+    feed_autocast,
     gathers_for_a_weight,
     weight_read_with,
     weight_trains,
@@ -178,7 +179,7 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
     )
     # a norm inside an autocast region whose readers are outside must stay in high precision, as it was
     around = {call.autocast for call in facts.calls_of(site.name)}
-    feeds_autocast = _feeds_autocast(consumers, around)
+    feeds_autocast = feed_autocast(consumers, around)
     others = _without_adapters(facts, config, consumers)
     saves_casts = config.linear_inputs != "keep"
     behind = _who_saves_it(facts, config, consumers)
@@ -280,14 +281,6 @@ def _who_saves_it(facts: Facts, config: PatchConfig, consumers: list[Consumer]) 
     if config.linear_inputs == "keep":
         return consumers
     return consumers_behind_dropouts(facts.trace, consumers)
-
-
-def _feeds_autocast(consumers: list[Consumer], around: set[bool]) -> bool:
-    """Whether all that read the output are ops that autocast casts, where the norm itself runs."""
-    return bool(consumers) and all(
-        c.use in ("linear", "autocast") and c.op is not None and {c.op.autocast} == around
-        for c in consumers
-    )
 
 
 def _reads_a_moved_view(consumer: Consumer, outputs: list[Tensor]) -> bool:

@@ -221,6 +221,15 @@ def weight_trains(consumer: Consumer) -> bool:
     return weight is not None and weight.requires_grad
 
 
+def feed_autocast(consumers: list[Consumer], around: set[bool]) -> bool:
+    """Whether all that read a tensor are ops that autocast casts, where the tensor's maker itself runs:
+    ``around`` says whether autocast was on at the maker's calls."""
+    return bool(consumers) and all(
+        c.use in ("linear", "autocast") and c.op is not None and {c.op.autocast} == around
+        for c in consumers
+    )
+
+
 def saves_a_cast(op: Op) -> bool:
     """Whether it is a convolution of a weight that trains, and autocast casts its input for it: the cast is
     saved, or the input itself, where that waits."""
