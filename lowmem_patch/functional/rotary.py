@@ -60,7 +60,7 @@ def rotary_embedding(
     cos: Tensor,
     sin: Tensor,
     heads_dim: int = 1,
-    out_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | tuple[torch.dtype, torch.dtype] | None = None,
     *,
     implementation: Implementation = "auto",
 ) -> tuple[Tensor, Tensor]:
@@ -76,7 +76,8 @@ def rotary_embedding(
         cos, sin: ``[B or 1, S, R]``, R even and at most D, in any strides, without a gradient; their dtype
             may differ from that of ``q``, and their halves from each other.
         heads_dim: 1 or 2.
-        out_dtype: dtype of the results, by default that of ``q`` and that of ``k``; float64 for these alone.
+        out_dtype: dtype of the results, or of each, by default that of ``q`` and that of ``k``; float64 for
+            these alone.
         implementation: see `resolve`.
 
     Returns:
@@ -87,9 +88,10 @@ def rotary_embedding(
         TypeError: q or k is not floating point.
     """
     turned = []
-    for name, x in (("q", q), ("k", k)):
+    dtypes = out_dtype if isinstance(out_dtype, tuple) else (out_dtype, out_dtype)
+    for name, x, dtype in (("q", q, dtypes[0]), ("k", k, dtypes[1])):
         check_floating("rotary_embedding", name, x)
-        result_dtype = x.dtype if out_dtype is None else out_dtype
+        result_dtype = x.dtype if dtype is None else dtype
         if x.stride(-1) != 1 and torch.empty_like(x, device="meta").stride(-1) != 1:
             x = x.contiguous()
         chosen = resolve(implementation, x, cos, sin)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lowmem_patch.functional import in_compiler, recast_linear, without_torch_function
 from lowmem_patch.nn.context import autocast_dtype, is_foreign, is_fsdp_unit, trains_here
+from lowmem_patch.nn.copies import cast_once
 from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.deferred_linears import project
 from lowmem_patch.nn.deferred_ops import Saved
@@ -47,7 +48,8 @@ def use_adapter(
     Args:
         layer: a LoRA layer of a Linear, or of a parameter.
         low_precision: adapters wider than the input are computed in the input's dtype.
-        alone: nobody else saves the input: the copy is in autocast's dtype, where no dropout is active.
+        alone: no one but such layers saves the input: they save one copy in autocast's dtype, where no
+            dropout is active.
         shared: other LoRA layers read the input as well.
     """
     if adds_products(type(layer).forward):
@@ -116,7 +118,9 @@ def forward_as_one(
                 products = low_rank_products(layer, x.dtype, low_precision)
                 if products is not None and not (deferred and x.is_changed()):
                     low = alone and _is_cast(x)
-                    return _computed(x.to(products.dtype) if low else x, shared, stored, products)
+                    if low:
+                        x = x.to(products.dtype) if in_compiler() else cast_once(x, products.dtype)
+                    return _computed(x, shared, stored, products)
     return forward_kept(layer, low_precision, alone, *args, **kwargs)
 
 

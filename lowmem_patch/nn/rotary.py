@@ -43,7 +43,7 @@ class Rotation:
         heads_dim: the dimension of the heads where ``unsqueeze_dim`` is not given, 1 or 2.
         partial: cos and sin may be shorter than q; what they do not reach stays as it is.
         keeps_dtype: results have the dtype of q and k, else the promoted one.
-        feeds_autocast: all readers are ops that autocast casts: results take autocast's dtype.
+        feeds_autocast: of q and of k: all readers are ops that autocast casts: it takes autocast's dtype.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Rotation:
     heads_dim: int
     partial: bool
     keeps_dtype: bool
-    feeds_autocast: bool = False
+    feeds_autocast: tuple[bool, bool] = (False, False)
 
     def __call__(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any
@@ -73,22 +73,23 @@ class Rotation:
         """The op's results; None where it does not apply."""
         if not self._takes(q, k, cos, sin, heads_dim):
             return None
-        dtype = self._result_dtype(q, cos)
+        dtypes = self._result_dtypes(q, cos)
         batched = q.dim() == 4
         if not batched:
             q, k, cos, sin = (tensor.unsqueeze(0) for tensor in (q, k, cos, sin))
-        turned = rotary_embedding(q, k, cos, sin, heads_dim, dtype)
+        turned = rotary_embedding(q, k, cos, sin, heads_dim, dtypes)
         for x, made in zip((q, k), turned, strict=True):
             note_turned(x, made, cos, sin, heads_dim)
         return turned if batched else (turned[0].squeeze(0), turned[1].squeeze(0))
 
-    def _result_dtype(self, q: Tensor, cos: Tensor) -> torch.dtype:
+    def _result_dtypes(self, q: Tensor, cos: Tensor) -> tuple[torch.dtype, torch.dtype]:
         """The function's, or the smaller one in which autocast's ops would read that."""
         own = q.dtype if self.keeps_dtype else torch.promote_types(q.dtype, cos.dtype)
-        if not (self.feeds_autocast and torch.is_grad_enabled()):
-            return own
         low = autocast_dtype(q.device.type, own)
-        return low if low is not None and low.itemsize < own.itemsize else own
+        if low is None or low.itemsize >= own.itemsize or not torch.is_grad_enabled():
+            return own, own
+        of_q, of_k = self.feeds_autocast
+        return (low if of_q else own), (low if of_k else own)
 
     def _takes(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: Any) -> bool:
         """Whether the op computes the rotation of these tensors."""

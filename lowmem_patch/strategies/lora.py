@@ -52,15 +52,18 @@ def find(facts: Facts, config: PatchConfig) -> Found:
 
 
 def _read_alone(facts: Facts, layers: tuple[str, ...]) -> set[str]:
-    """The layers whose input nobody else saves: no norm has made it, and no other layer reads it."""
+    """The layers whose input no one but such layers saves: no norm has made it, none reads a part of it."""
     calls = [call for name in layers for call in facts.calls.get(name, ()) if call.inputs]
-    readers = Counter(storage_key(call.inputs[0]) for call in calls)
-    made_by, normed = makers(facts.trace), _saved_by_norms(facts)
+    readers: dict[int, set[int]] = {}
+    for call in calls:
+        readers.setdefault(storage_key(call.inputs[0]), set()).add(id(call.inputs[0]))
+    inside = tuple(f"{name}." for name in layers)
+    made_by, normed = makers(facts.trace), saved_by_norms(facts)
 
     def is_shared(call: Call) -> bool:
         key = storage_key(call.inputs[0])
-        if readers[key] > 1 or any(
-            not one.module.startswith(f"{call.name}.") for one in facts.savers.get(key, ())
+        if len(readers[key]) > 1 or any(
+            not one.module.startswith(inside) for one in facts.savers.get(key, ())
         ):
             return True
         forms = backward(made_by, call.inputs[0], moved_from)
@@ -76,7 +79,7 @@ def _share_input(facts: Facts, layers: tuple[str, ...]) -> set[str]:
     return {call.name for call in calls if readers[id(call.inputs[0])] > 1}
 
 
-def _saved_by_norms(facts: Facts) -> set[int]:
+def saved_by_norms(facts: Facts) -> set[int]:
     """Storages of norms' outputs that have a gradient, which patched norms save."""
     norms = [name for name in facts.calls if looks_like_norm(facts.modules[name])]
     norms += [name for name, one in facts.functions.items() if isinstance(one.kind, NormSpec)]

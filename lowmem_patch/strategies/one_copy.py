@@ -1,18 +1,22 @@
-"""one copy: frozen Linears and softmaxes of which autocast would save a copy in low precision."""
+"""one copy: Linears that read one tensor, frozen ones, and softmaxes, of which autocast would save copies in
+low precision."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 from lowmem_patch.config import PatchConfig
-from lowmem_patch.nn.copies import keep_matrix, keep_weight
+from lowmem_patch.nn.copies import keep_matrix, keep_weight, share_cast
 from lowmem_patch.nn.own import Own, runs_class_forward
-from lowmem_patch.strategies.lora import adapter_layers, trains
+from lowmem_patch.strategies.lora import adapter_layers, saved_by_norms, trains
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
 from lowmem_patch.tracing.consumers import find_consumers
+from lowmem_patch.tracing.dataflow import backward, makers, moved_from
 from lowmem_patch.tracing.op_roles import Role
+from lowmem_patch.tracing.saved_bytes import storage_key
 
 
 class FrozenLinear(Patch):
@@ -23,6 +27,16 @@ class FrozenLinear(Patch):
 
     def apply(self, target: Target) -> None:
         target.model.get_submodule(self.site).register_forward_pre_hook(Own(keep_weight))
+
+
+class SiblingLinear(Patch):
+    """One of several Linears that read a float32 tensor: under autocast they save one cast of it."""
+
+    strategy = "one_copy"
+    for_autocast = True
+
+    def apply(self, target: Target) -> None:
+        target.model.get_submodule(self.site).register_forward_pre_hook(Own(share_cast))
 
 
 class WideSoftmax(Patch):
@@ -36,12 +50,14 @@ class WideSoftmax(Patch):
 
 
 def find(facts: Facts, config: PatchConfig) -> Found:
-    """Frozen float32 Linears beside something that trains, and softmaxes that matmuls alone read."""
+    """Linears beside others that read the same, frozen float32 ones beside something that trains, and
+    softmaxes that matmuls alone read."""
     if config.linear_inputs == "keep":
         return Found()
     return Found(
         [
             *(FrozenLinear(name) for name in _frozen_linears(facts, config)),
+            *(SiblingLinear(name) for name in _siblings(facts, config)),
             *(WideSoftmax(name) for name in _softmaxes(facts)),
         ]
     )
@@ -56,6 +72,32 @@ def _frozen_linears(facts: Facts, config: PatchConfig) -> Iterator[str]:
         if type(module) is not nn.Linear or id(module) in parts or not runs_class_forward(module):
             continue
         if not module.weight.requires_grad and module.weight.dtype.itemsize == 4:
+            yield name
+
+
+def _siblings(facts: Facts, config: PatchConfig) -> Iterator[str]:
+    """Linears that train and read a float32 tensor of which no patched norm gives them a copy, beside others,
+    or beside LoRA layers, which see to it themselves."""
+    layers = adapter_layers(facts, config)
+    parts = {id(m) for name in layers for m in facts.modules[name].modules()}
+    linears = [
+        name
+        for name, module in facts.modules.items()
+        if type(module) is nn.Linear and module.weight.requires_grad and id(module) not in parts
+    ]
+    made_by, normed = facts.once("makers", lambda: makers(facts.trace)), saved_by_norms(facts)
+    readers: dict[int, set[str]] = {}
+    for name in (*linears, *layers):
+        for call in facts.calls.get(name, ()):
+            x = call.inputs[0] if call.inputs else None
+            if x is not None and x.dtype == torch.float32:
+                readers.setdefault(id(x), set()).add(name)
+    for name in linears:
+        inputs = [call.inputs[0] for call in facts.calls.get(name, ()) if call.inputs]
+        beside = any(len(readers.get(id(x), ())) > 1 for x in inputs)
+        forms = (form for x in inputs for form in backward(made_by, x, moved_from))
+        plain = normed.isdisjoint(map(storage_key, forms))
+        if beside and plain and runs_class_forward(facts.modules[name]):
             yield name
 
 

@@ -78,25 +78,32 @@ def _rotating(facts: Facts) -> dict[str, FusedRotary]:
             forward = forward_of_class(module)
             # a copy of its file is where nobody would look for what forward writes
             if rotation is not None and forward is not None and not _writes_names(forward):
-                if _feeds_autocast(facts, name):
-                    rotation = dataclasses.replace(rotation, feeds_autocast=True)
+                feeds = _feeds_autocast(facts, name)
+                rotation = dataclasses.replace(rotation, feeds_autocast=feeds)
                 rotations[name] = FusedRotary(name, rotation)
     return rotations
 
 
-def _feeds_autocast(facts: Facts, name: str) -> bool:
-    """Whether ops that autocast casts alone read what the rotary embedding in a module makes of q and k."""
+def _feeds_autocast(facts: Facts, name: str) -> tuple[bool, bool]:
+    """Whether ops that autocast casts alone read what the rotary embedding in a module makes of q, and of k,
+    which they read behind q."""
     made = facts.once("makers", lambda: makers(facts.trace))
     calls = facts.calls_of(name)
+    around = {call.autocast for call in calls}
     turned = [
         op.outputs[0]
         for call in calls
         for op in facts.trace.ops[call.first_op : call.last_op]
         if op.module == name and _is_turn(made, op)
     ]
-    consumers = [find_consumers(facts.trace, [tensor]) for tensor in turned]
-    around = {call.autocast for call in calls}
-    return len(turned) == 2 * len(calls) and all(feed_autocast(one, around) for one in consumers)
+    fed = []
+    for tensor in turned:
+        consumers = find_consumers(facts.trace, [tensor])
+        if feed_autocast(consumers, around):
+            fed.append({c.op is not None and first_input(c.op) is c.tensor for c in consumers})
+    if len(turned) != 2 * len(calls):
+        return False, False
+    return fed.count({True}) == len(calls), fed.count({False}) == len(calls)
 
 
 def _is_turn(made: Mapping[int, Op], op: Op) -> bool:
