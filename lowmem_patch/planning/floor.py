@@ -60,17 +60,6 @@ def count_floor(facts: Facts) -> Floor:
     return _FloorCount(facts).count()
 
 
-def _is_cast(storage: SavedStorage, softmax: SavedStorage, module: str) -> bool:
-    """Whether a matmul saves a low-precision copy of what this softmax saves for its own backward."""
-    saver = storage.savers[0]
-    return (
-        role_of(saver.function).has(MATMULS)
-        and f"{module}.".startswith(f"{saver.module}.")
-        and math.prod(storage.shape) == math.prod(softmax.shape)
-        and storage.dtype.itemsize < softmax.dtype.itemsize
-    )
-
-
 class _FloorCount:
     def __init__(self, facts: Facts) -> None:
         trace = facts.trace
@@ -105,6 +94,10 @@ class _FloorCount:
             if op.autocast:
                 width = min(width, op.outputs[0].element_size())
             self._note_width(x, width)
+            # one tensor that is held as it is, or what was made of it, which may be narrower
+            sources = list(self._sources(x))
+            if len(sources) == 1 and sources[0].numel() == x.numel():
+                self._note_width(sources[0], width)
         for op, (x, weight) in matmuls:
             if weight.requires_grad and op.outputs[0].requires_grad:  # not under no_grad
                 for source in self._sources(x):
@@ -140,7 +133,9 @@ class _FloorCount:
             alone = all(role_of(saver.function).has(OF_ELEMENTS) for saver in storage.savers)
             if storage.key in self.elementwise and alone:
                 continue  # Sinkhorn's steps behind a softmax (DeepSeek-V4)
-            softmax = next((pair for pair in softmaxes if _is_cast(storage, *pair)), None)
+            softmax = next(
+                (pair for pair in softmaxes if floor_sites.is_cast(storage, *pair)), None
+            )
             if softmax is not None:
                 softmaxes.remove(softmax)
             else:

@@ -3,6 +3,7 @@ holds on to: those through which an output has a gradient."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -14,9 +15,9 @@ from lowmem_patch.strategies.rotary import turned_of
 from lowmem_patch.tracing.base_model import is_leaf
 from lowmem_patch.tracing.call_arguments import is_square
 from lowmem_patch.tracing.dataflow import backward, first_input
-from lowmem_patch.tracing.op_roles import MATMULS, OF_ELEMENTS, Role
+from lowmem_patch.tracing.op_roles import MATMULS, OF_ELEMENTS, Role, role_of
 from lowmem_patch.tracing.probes import NormSpec, looks_like_norm
-from lowmem_patch.tracing.saved_bytes import storage_key
+from lowmem_patch.tracing.saved_bytes import SavedStorage, storage_key
 from lowmem_patch.tracing.shadow import tensors_in
 from lowmem_patch.tracing.trace import Call, Op, Trace
 
@@ -174,6 +175,17 @@ def of_one(makers: dict[int, Op], tensor: Tensor, sites: tuple[Sites, ...]) -> T
         else:
             ends[id(value)] = value
     return next(iter(ends.values())) if len(ends) == 1 else tensor
+
+
+def is_cast(storage: SavedStorage, softmax: SavedStorage, module: str) -> bool:
+    """Whether a matmul saves a low-precision copy of what this softmax saves for its own backward."""
+    saver = storage.savers[0]
+    return (
+        role_of(saver.function).has(MATMULS)
+        and f"{module}.".startswith(f"{saver.module}.")
+        and math.prod(storage.shape) == math.prod(softmax.shape)
+        and storage.dtype.itemsize < softmax.dtype.itemsize
+    )
 
 
 def is_turned(trace: Trace, norm: SiteCall, saved: set[int]) -> bool:
