@@ -376,7 +376,10 @@ def _say_if_nothing(report: PatchReport, plan: Plan, strict: bool) -> None:
     listed = "; ".join(list(reasons)[:3] or report.notes) or unknown
     if NOTHING_TRAINS in report.notes:
         text = f"{report.model}: {NOTHING_TRAINS}"
-    elif all(patch.for_autocast for patch in plan.patches):
+    elif (
+        all(patch.for_autocast for patch in plan.patches)
+        and report.saved_after >= report.saved_before
+    ):
         text = f"nothing was patched in {report.model}: {listed}"
     else:
         return

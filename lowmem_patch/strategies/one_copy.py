@@ -54,12 +54,15 @@ def find(facts: Facts, config: PatchConfig) -> Found:
     softmaxes that matmuls alone read."""
     if config.linear_inputs == "keep":
         return Found()
+    siblings = [SiblingLinear(name) for name in _siblings(facts, config)]
+    text = f"{len(siblings)} Linears save one cast of what they read together, under autocast"
     return Found(
         [
             *(FrozenLinear(name) for name in _frozen_linears(facts, config)),
-            *(SiblingLinear(name) for name in _siblings(facts, config)),
+            *siblings,
             *(WideSoftmax(name) for name in _softmaxes(facts)),
-        ]
+        ],
+        notes=[text] if siblings else [],
     )
 
 

@@ -279,9 +279,9 @@ class Between(nn.Module):
 
 @pytest.mark.parametrize(
     ("made", "readers", "low"),
-    [("sum", 1, True), ("sum", 3, False), ("norm", 1, False), ("sigmoid", 1, False)],
+    [("sum", 1, True), ("sum", 3, True), ("norm", 1, False), ("sigmoid", 1, False)],
 )
-def test_an_input_that_one_layer_alone_saves_is_saved_in_autocasts_dtype(
+def test_an_input_that_adapters_alone_save_is_saved_in_autocasts_dtype(
     made: str, readers: int, low: bool
 ) -> None:
     torch.manual_seed(0)

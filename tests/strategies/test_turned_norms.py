@@ -29,7 +29,7 @@ from lowmem_patch.nn.turned_norms import NormOutput
 from tests.support.judge import assert_accurate, assert_same_step
 from tests.support.lives import assert_backwards_add_up, assert_trains_alike, nodes_of
 from tests.support.models import randomise
-from tests.support.step import BF16, FP32, Mode, cast, step, truth_of
+from tests.support.step import AUTOCAST, BF16, FP32, Mode, cast, step, truth_of
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -62,7 +62,7 @@ def saved(model: Any) -> int:
     return counted.activations
 
 
-@pytest.mark.parametrize("mode", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("mode", [FP32, BF16, AUTOCAST], ids=["fp32", "bf16", "autocast"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_is_accurate(name: str, mode: Mode) -> None:
     model = cast(made(name), mode.weights)
@@ -84,6 +84,29 @@ def test_neither_queries_nor_keys_are_saved_twice(name: str) -> None:
             module.use = dataclasses.replace(module.use, turned=False)
     width = 4 * 8 if name != "olmo2" else 16
     assert saved(ours) - now == 2 * ROWS * (width + width // 2) * 4
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_under_autocast_the_copy_is_held_that_attention_reads(name: str, use_cache: bool) -> None:
+    inputs: Any = {**ids(), "use_cache": use_cache}
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = patch_model(made(name), "exact", example_inputs=inputs)
+        with saved_bytes(ours) as now:
+            outputs = ours(**inputs)
+        for module in ours.modules():
+            if isinstance(module, MSNorm):
+                module.use = dataclasses.replace(module.use, turned=False)
+        with saved_bytes(ours) as without:
+            outputs = ours(**inputs)
+    del outputs
+    width = 4 * 8 if name != "olmo2" else 16
+    size = 2 if name == "olmo2" else 4  # OLMo 2's norms give the dtype that they are given
+    # a cache holds keys in float32, and a norm what was copied for it
+    keys = 0 if use_cache else width // 2
+    assert without.activations - now.activations == 2 * ROWS * (width + keys) * size
+    report = patch_report(ours)
+    assert abs(report.saved_after - now.activations) <= ROWS * 4
 
 
 def test_the_inverse_gives_what_was_turned() -> None:

@@ -1,0 +1,166 @@
+"""One cast of a float32 tensor for all Linears that read it under autocast, where no norm gives them one."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lowmem_patch import patch_model, patch_report, saved_bytes, unpatch_model
+from tests.support.configs import ONE_COPY
+from tests.support.judge import assert_equal_steps, assert_same_step
+from tests.support.lives import assert_backwards_add_up, assert_trains_alike
+from tests.support.step import AUTOCAST, FP32, step
+
+ROWS, WIDTH = 10, 16
+ONE = ROWS * WIDTH * 2  # in bf16
+
+
+class Residual(nn.Module):
+    """Three Linears read a float32 sum, as in OLMo 2; ``use`` says what happens to it in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.shift = nn.Parameter(torch.randn(WIDTH))
+        self.use, self.held = "plainly", []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.shift
+        if self.use == "detached":
+            x = x.detach()
+        q = self.q(x)
+        if self.use == "written":
+            x.mul_(2)
+        if self.use == "under no_grad":
+            with torch.no_grad():
+                q = q + self.v(x)
+        if self.use == "without autocast":
+            with torch.autocast("cpu", enabled=False):
+                return (q + self.k(x) + self.v(x)) * x.sum()
+        if self.use == "hooked":
+            x.register_hook(lambda gradient: gradient * 3)
+        if self.use == "in fp16":
+            with torch.autocast("cpu", torch.float16):
+                return q + self.k(x) + self.v(x)
+        return q + self.k(x) + self.v(x) + x
+
+
+def rows(seed: int = 0) -> Tensor:
+    return torch.randn(2, ROWS // 2, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def made(*, adapters: tuple[str, ...] = (), **options: Any) -> Any:
+    torch.manual_seed(0)
+    model: Any = Residual()
+    if adapters:
+        config = LoraConfig(r=8, target_modules=list(adapters), init_lora_weights=False, **options)
+        model = get_peft_model(model, config)
+        model.base_model.model.shift.requires_grad_()
+    return model.train()
+
+
+def patched(model: Any) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        return patch_model(copy.deepcopy(model), ONE_COPY, example_inputs=rows())
+
+
+def saved(model: Any) -> int:
+    with torch.autocast("cpu", torch.bfloat16), saved_bytes(model) as counted:
+        model(rows())
+    return counted.activations
+
+
+def test_three_linears_save_one_cast() -> None:
+    model = made()
+    ours = patched(model)
+    assert saved(model) - saved(ours) == 2 * ONE
+    report = patch_report(ours)
+    assert report.saved_after == saved(ours) == report.floor
+
+
+@pytest.mark.parametrize("mode", [FP32, AUTOCAST], ids=["fp32", "autocast"])
+@pytest.mark.parametrize(
+    "use",
+    ["plainly", "written", "under no_grad", "without autocast", "in fp16", "hooked", "detached"],
+)
+def test_a_step_has_the_bits_of_the_unpatched_one(use: str, mode: Any) -> None:
+    """Gradients too: they are added up in float32, as those of several casts are."""
+    if use == "written" and mode is FP32:
+        pytest.skip("the unpatched model raises torch's error")
+    model = made()
+    ours = patched(model)
+    model.use = ours.use = use
+    found, own = (step(one, (rows(),), mode) for one in (ours, model))
+    assert torch.equal(found.output, own.output)
+    for name, gradient in own.gradients.items():
+        assert torch.equal(found.gradients[name], gradient), name
+
+
+@pytest.mark.parametrize("adapters", [("q", "k", "v"), ("q", "v")])
+def test_adapters_save_one_cast(adapters: tuple[str, ...]) -> None:
+    model = made(adapters=adapters)
+    ours = patched(model)
+    ranks = len(adapters) * ROWS * 8 * 2
+    assert saved(ours) == ONE + ranks < saved(model)
+    assert_same_step(ours, model, (rows(),), AUTOCAST)
+
+
+def test_a_trained_linear_beside_adapters_reads_their_cast() -> None:
+    model = made(adapters=("q",), modules_to_save=["k"])
+    ours = patched(model)
+    assert saved(ours) == ONE + ROWS * 8 * 2
+    assert_same_step(ours, model, (rows(),), AUTOCAST)
+
+
+def test_a_dropout_reads_float32() -> None:
+    model = made(adapters=("q", "k"), lora_dropout=0.25)
+    ours = patched(model)
+    assert_same_step(ours.eval(), model.eval(), (rows(),), AUTOCAST)
+    assert saved(ours.train()) <= saved(model.train())
+
+
+def test_the_cast_is_freed_with_its_graph_and_its_source() -> None:
+    ours = patched(made())
+    x = rows().requires_grad_()  # a leaf, of which a graph would hold itself
+    with torch.autocast("cpu", torch.bfloat16):
+        ours.q(x), ours.k(x)
+    (cast,) = (found for name, found in vars(x).items() if name.startswith("_lowmem"))
+    assert not any(isinstance(part, Tensor) and part.grad_fn is not None for part in cast)
+
+
+def test_lives() -> None:
+    model = made()
+    ours = patched(model)
+    for one in (ours, model):
+        one.register_forward_pre_hook(lambda *_: None)
+
+    class Under(nn.Module):
+        def __init__(self, inner: nn.Module, recomputed: bool = False) -> None:
+            super().__init__()
+            self.inner, self.recomputed = inner, recomputed
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                if self.recomputed:
+                    return checkpoint(self.inner, x, use_reentrant=False).float()
+                return self.inner(x).float()
+
+    for recomputed in (False, True):
+        pair = [Under(copy.deepcopy(one), recomputed) for one in (ours, model)]
+        assert_backwards_add_up(*pair, rows())
+        assert_trains_alike(*pair, rows)
+
+
+def test_unpatched_and_copied_models_are_as_they_were() -> None:
+    model = made()
+    ours = patched(model)
+    assert saved(copy.deepcopy(ours)) == saved(ours) < saved(model)
+    unpatch_model(ours)
+    assert saved(ours) == saved(model)
+    assert_equal_steps(ours, model, rows())
