@@ -86,6 +86,7 @@ from lowmem_patch.functional.recomputed import recomputed_linear as recomputed_l
 from lowmem_patch.functional.rotary import rotary_embedding as rotary_embedding
 from lowmem_patch.functional.rotary import turned_back as turned_back
 from lowmem_patch.functional.scaled_linear import scaled_linear as scaled_linear
+from lowmem_patch.functional.scaled_scores import scaled_scores as scaled_scores
 from lowmem_patch.functional.shared_input import SharedInput as SharedInput
 from lowmem_patch.functional.shared_input import is_worth_python as is_worth_python
 from lowmem_patch.functional.stored_linear import stored_linear as stored_linear

@@ -175,6 +175,17 @@ def _is_plain(item: Any) -> bool:
     return all(map(_is_plain, item)) if isinstance(item, tuple) else isinstance(item, _PLAIN)
 
 
+def normalized_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, float] | None:
+    """The tensor and eps of a call of ``F.normalize`` over the last dimension by the Euclidean norm."""
+    x, p, eps = (
+        argument(args, kwargs, place, name, default)
+        for place, name, default in ((0, "input", None), (1, "p", 2.0), (3, "eps", 1e-12))
+    )
+    last = isinstance(x, Tensor) and argument(args, kwargs, 2, "dim", 1) in (-1, x.dim() - 1)
+    known = last and x.shape[-1] > 0 and kwargs.get("out") is None
+    return (x, eps) if known and p == 2 and isinstance(eps, float) else None
+
+
 class ElementwiseCall(NamedTuple):
     """A call of an elementwise function by the kinds of its arguments: ``clamp(whole, min=number)``.
 

@@ -260,7 +260,7 @@ class Writes:
         self._found: list[tuple[int, Op, set[int]]] = []
         for number, op in enumerate(trace.ops):
             if op.writes:
-                written = op.outputs if "out" in op.kwargs else op.args[:1]
+                written = op.outputs if op.kwargs.get("out") is not None else op.args[:1]
                 places = {storage_key(t) for t in written if isinstance(t, Tensor)}
                 self._found.append((number, op, places))
 

@@ -60,6 +60,7 @@ class Role(enum.Flag):
     ARGMAX = enum.auto()
     ROW_NORM = enum.auto()  # a norm over the last dimension
     CHANNEL_NORM = enum.auto()  # a norm over others
+    UNIT_ROWS = enum.auto()  # a division by a norm of vectors along one dimension
     RSQRT = enum.auto()  # what a norm calls that is written out
     ACTIVATION = enum.auto()  # what models call an activation: gelu, relu
     SAVES_OUTPUT = enum.auto()  # its derivative is computed from the output, and not from the input
@@ -124,6 +125,7 @@ _TABLE: tuple[tuple[Role, tuple[str, ...]], ...] = (
     (Role.ARGMAX, ("argmax",)),
     (Role.ROW_NORM, ("layer_norm", "rms_norm", "native_layer_norm", "fused_layer_norm")),
     (Role.CHANNEL_NORM, ("group_norm", "batch_norm", "instance_norm")),
+    (Role.UNIT_ROWS, ("normalize",)),
     (Role.RSQRT | Role.POINTWISE, ("rsqrt",)),
     (Role.ACTIVATION, (
         "gelu", "silu", "silu_", "softplus", "mish", "elu", "leaky_relu", "hardswish", "hardtanh",

@@ -1,0 +1,90 @@
+"""cosine attention: normalised queries and keys are saved once, and no scores for the scale behind; exact."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from lowmem_patch.config import PatchConfig
+from lowmem_patch.nn.cosine_attention import CosineAttention, scales
+from lowmem_patch.nn.modes import run_under
+from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target, forward_obstacle
+from lowmem_patch.tracing.call_arguments import normalized_rows
+from lowmem_patch.tracing.dataflow import first_input, forward, makers, only_consumer
+from lowmem_patch.tracing.op_roles import REARRANGES, Role
+from lowmem_patch.tracing.trace import Op
+
+
+@dataclasses.dataclass(frozen=True)
+class CosineScores(Patch):
+    """A module whose forward normalises rows for matmuls, or scales what they give."""
+
+    strategy = "cosine attention"
+
+    rows: bool
+    scores: bool
+
+    def apply(self, target: Target) -> None:
+        module = target.model.get_submodule(self.site)
+        run_under(module, CosineAttention, self.rows, self.scores)
+
+
+def find(facts: Facts, config: PatchConfig) -> Found:
+    """The modules whose own forward does so."""
+    if config.linear_inputs == "keep":
+        return Found()
+    rows, scores = dict(_unit_rows(facts)), dict(_scaled(facts))
+    names = [
+        name
+        for name in dict.fromkeys((*rows, *scores))
+        if forward_obstacle(facts, name, rows.get(name, 0) + scores.get(name, 0)) is None
+    ]
+    patches = [CosineScores(name, rows=name in rows, scores=name in scores) for name in names]
+    text = (
+        f"cosine attention that saves q and k once, and no scores for their scale: {len(patches)}"
+    )
+    return Found(patches, notes=[text] if patches else [])
+
+
+def _unit_rows(facts: Facts) -> Iterator[tuple[str, int]]:
+    """Modules that normalise rows for matmuls alone, and the bytes of one such tensor."""
+    for op in _own_ops(facts, Role.UNIT_ROWS):
+        if normalized_rows(op.args, op.kwargs) is None or not op.outputs[0].requires_grad:
+            continue
+        forms = [path.end for path in forward(facts.trace, op.outputs, _moves)]
+        readers = [
+            (reader, form) for form in forms for reader in facts.trace.consumers.get(id(form), ())
+        ]
+        returned = any(id(form) in facts.trace.outputs for form in forms)
+        others = [reader for reader, form in readers if not _moves(reader, form)]
+        if others and not returned and all(reader.role.has(Role.MATMUL) for reader in others):
+            yield op.module, op.outputs[0].nbytes
+
+
+def _moves(op: Op, tensor: Tensor) -> bool:
+    return op.role.has(REARRANGES) and not op.writes and first_input(op) is tensor
+
+
+def _scaled(facts: Facts) -> Iterator[tuple[str, int]]:
+    """Modules whose matmul's product is read by a product with a scale that trains, and its bytes."""
+    made = facts.once("makers", lambda: makers(facts.trace))
+    for op in _own_ops(facts, Role.PRODUCT):
+        if len(op.args) != 2 or not all(isinstance(one, Tensor) for one in op.args):
+            continue
+        value, scale = op.args
+        maker = made.get(id(value))
+        if maker is None or maker.module != op.module or not maker.role.has(Role.MATMUL):
+            continue
+        alone = only_consumer(facts.trace, value) is op and first_input(op) is value
+        if alone and value.requires_grad and scale.requires_grad and scales(value, scale):
+            yield op.module, value.nbytes
+
+
+def _own_ops(facts: Facts, role: Role) -> Iterator[Op]:
+    """The ops of a role that a module's own forward runs."""
+    for op in facts.trace.ops:
+        known = op.module and op.module in facts.calls
+        if known and op.role.has(role) and not (op.opaque or op.compiled or op.writes):
+            yield op
