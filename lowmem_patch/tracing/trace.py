@@ -232,7 +232,11 @@ def _writes(role: Role, args: tuple[Any, ...], kwargs: dict[str, Any], same: boo
     if role.has(Role.DROPOUT) and same:
         call = dropout_call(args, kwargs)
         return call.in_place and call.p > 0
-    return role.has(Role.WRITE) or (same and not role.has(NEVER_WRITES)) or kwargs.get("out") is not None
+    return (
+        role.has(Role.WRITE)
+        or (same and not role.has(NEVER_WRITES))
+        or kwargs.get("out") is not None
+    )
 
 
 class _ScriptRecorder(DispatchObserver):
