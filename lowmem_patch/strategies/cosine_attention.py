@@ -50,7 +50,7 @@ def find(facts: Facts, config: PatchConfig) -> Found:
 
 def _unit_rows(facts: Facts) -> Iterator[tuple[str, int]]:
     """Modules that normalise rows for matmuls alone, and the bytes of one such tensor."""
-    for _, op in _own_ops(facts, Role.UNIT_ROWS):
+    for op in _own_ops(facts, Role.UNIT_ROWS):
         if normalized_rows(op.args, op.kwargs) is None or not op.outputs[0].requires_grad:
             continue
         forms = [path.end for path in forward(facts.trace, op.outputs, _moves)]
@@ -70,7 +70,7 @@ def _moves(op: Op, tensor: Tensor) -> bool:
 def _scaled(facts: Facts) -> Iterator[tuple[str, int]]:
     """Modules whose matmul's product is read by a product with a scale that trains, and its bytes."""
     made = facts.once("makers", lambda: makers(facts.trace))
-    for number, op in _own_ops(facts, Role.PRODUCT):
+    for op in _own_ops(facts, Role.PRODUCT):
         if len(op.args) != 2 or not all(isinstance(one, Tensor) for one in op.args):
             continue
         value, scale = op.args
@@ -78,15 +78,15 @@ def _scaled(facts: Facts) -> Iterator[tuple[str, int]]:
         if maker is None or maker.module != op.module or not maker.role.has(Role.MATMUL):
             continue
         alone = only_consumer(facts.trace, value) is op and first_input(op) is value
-        if facts.writes.later(maker.reads, number) is not None:
+        if facts.writes.later(maker.reads, facts.trace.ops.index(maker)) is not None:
             continue  # torch's matmul may have saved copies
         if alone and value.requires_grad and scale.requires_grad and scales(value, scale):
             yield op.module, value.nbytes
 
 
-def _own_ops(facts: Facts, role: Role) -> Iterator[tuple[int, Op]]:
-    """The ops of a role that a module's own forward runs, with their numbers."""
-    for number, op in enumerate(facts.trace.ops):
+def _own_ops(facts: Facts, role: Role) -> Iterator[Op]:
+    """The ops of a role that a module's own forward runs."""
+    for op in facts.trace.ops:
         known = op.module and op.module in facts.calls
         if known and op.role.has(role) and not (op.opaque or op.compiled or op.writes):
-            yield number, op
+            yield op
