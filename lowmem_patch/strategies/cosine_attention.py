@@ -14,7 +14,7 @@ from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target, forwar
 from lowmem_patch.tracing.call_arguments import normalized_rows
 from lowmem_patch.tracing.dataflow import first_input, forward, makers, only_consumer
 from lowmem_patch.tracing.op_roles import REARRANGES, Role
-from lowmem_patch.tracing.trace import Op
+from lowmem_patch.tracing.trace import Op, Trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ def find(facts: Facts, config: PatchConfig) -> Found:
     """The modules whose own forward does so."""
     if config.linear_inputs == "keep":
         return Found()
-    rows, scores = dict(_unit_rows(facts)), dict(_scaled(facts))
+    rows, scores = _unit_rows(facts), dict(_scaled(facts))
     names = [
         name
         for name in dict.fromkeys((*rows, *scores))
@@ -48,19 +48,27 @@ def find(facts: Facts, config: PatchConfig) -> Found:
     return Found(patches, notes=[text] if patches else [])
 
 
-def _unit_rows(facts: Facts) -> Iterator[tuple[str, int]]:
+def _unit_rows(facts: Facts) -> dict[str, int]:
     """Modules that normalise rows for matmuls alone, and the bytes of one such tensor."""
+    found: dict[str, int] = {}
+    others: set[str] = set()
     for op in _own_ops(facts, Role.UNIT_ROWS):
         if normalized_rows(op.args, op.kwargs) is None or not op.outputs[0].requires_grad:
             continue
-        forms = [path.end for path in forward(facts.trace, op.outputs, _moves)]
-        readers = [
-            (reader, form) for form in forms for reader in facts.trace.consumers.get(id(form), ())
-        ]
-        returned = any(id(form) in facts.trace.outputs for form in forms)
-        others = [reader for reader, form in readers if not _moves(reader, form)]
-        if others and not returned and all(reader.role.has(Role.MATMUL) for reader in others):
-            yield op.module, op.outputs[0].nbytes
+        if _is_for_matmuls(facts.trace, op.outputs[0]):
+            found[op.module] = op.outputs[0].nbytes
+        else:
+            others.add(op.module)
+    return {name: size for name, size in found.items() if name not in others}
+
+
+def _is_for_matmuls(trace: Trace, tensor: Tensor) -> bool:
+    """Whether matmuls alone read a tensor or another order of its elements."""
+    forms = [path.end for path in forward(trace, [tensor], _moves)]
+    read = [(reader, form) for form in forms for reader in trace.consumers.get(id(form), ())]
+    others = [reader for reader, form in read if not _moves(reader, form)]
+    returned = any(id(form) in trace.outputs for form in forms)
+    return bool(others) and not returned and all(one.role.has(Role.MATMUL) for one in others)
 
 
 def _moves(op: Op, tensor: Tensor) -> bool:
