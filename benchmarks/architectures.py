@@ -1,10 +1,12 @@
 """What `auto` does to many architectures: peak memory, GPU time and step time of full training on one GPU.
 
     python benchmarks/architectures.py --json benchmarks/results/architectures-h200.json
+    python benchmarks/architectures.py --autocast --json benchmarks/results/architectures-autocast-h200.json
     python benchmarks/architectures.py --device cpu --only gpt2 --layers 1 --batch 1 --length 16   # a trial
 
 Each model has four layers, or all where a vision model counts them by stages, at the widths of its config's
-defaults or of a published checkpoint; random weights in bfloat16. Language models have their head and loss.
+defaults or of a published checkpoint; random weights in bfloat16, or in float32 under autocast, as trainers'
+mixed precision has them. Language models have their head and loss.
 *Peak* is what a forward and a backward need above weights and gradients. *GPU* is the sum of all kernels'
 times, which no host disturbs; *step* is the clock's, in which a GPU may wait for Python. The unpatched model
 and its patched copy take turns.
@@ -131,7 +133,9 @@ CASES = {
 }  # fmt: skip
 
 
-def build(case: Case, device: str, layers: int) -> tuple[nn.Module, ExampleInputs]:
+def build(
+    case: Case, device: str, layers: int, dtype: torch.dtype = torch.bfloat16
+) -> tuple[nn.Module, ExampleInputs]:
     """The model, which trains, and its inputs."""
     with torch.device(device):
         if case.config:
@@ -142,13 +146,13 @@ def build(case: Case, device: str, layers: int) -> tuple[nn.Module, ExampleInput
             model = timm.create_model(case.model, num_classes=0)
         if not case.config or model.main_input_name == "pixel_values":
             size = (case.batch, 3, case.length, case.length)
-            pixels = torch.randn(size, dtype=torch.bfloat16)
+            pixels = torch.randn(size, dtype=dtype)
             given = ((), {"pixel_values": pixels}) if case.config else ((pixels,), {})
         else:
             ids = torch.randint(5, 20000, (case.batch, case.length))
             labels = {"labels": ids} if "LM" in case.model else {}
             given = ((), {"input_ids": ids, **labels})
-    return model.to(torch.bfloat16).train(), ExampleInputs(*given)
+    return model.to(dtype).train(), ExampleInputs(*given)
 
 
 def peak_mib(model: nn.Module, inputs: ExampleInputs) -> float:
@@ -177,11 +181,15 @@ def step_ms(model: nn.Module, inputs: ExampleInputs, on_gpu: bool) -> float:
     return (time.perf_counter() - start) * 1000
 
 
-def measure(case: Case, device: str, layers: int) -> dict[str, dict[str, float]]:
+def measure(
+    case: Case, device: str, layers: int, *, autocast: bool = False
+) -> dict[str, dict[str, float]]:
     torch.manual_seed(0)
-    model, inputs = build(case, device, layers)
-    patched = patch_model(copy.deepcopy(model), "auto", example_inputs=inputs.kwargs or inputs.args)
-    return measured({"unpatched": model, "auto": patched}, inputs, device == "cuda")
+    model, inputs = build(case, device, layers, torch.float32 if autocast else torch.bfloat16)
+    with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        given = inputs.kwargs or inputs.args
+        patched = patch_model(copy.deepcopy(model), "auto", example_inputs=given)
+        return measured({"unpatched": model, "auto": patched}, inputs, device == "cuda")
 
 
 def measured(
@@ -213,6 +221,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4, help="of those that count them")
     parser.add_argument("--batch", type=int, help="instead of each one's own")
     parser.add_argument("--length", type=int, help="of sequences, instead of each one's own")
+    parser.add_argument(
+        "--autocast", action="store_true", help="float32 weights, bfloat16 autocast"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -227,7 +238,7 @@ def main() -> None:
         given = case._replace(batch=options.batch or case.batch)
         if options.length and "input_ids" in _inputs_of(case):
             given = given._replace(length=options.length)
-        found = measure(given, options.device, options.layers)
+        found = measure(given, options.device, options.layers, autocast=options.autocast)
         unit = "tokens" if "input_ids" in _inputs_of(case) else "pixels"
         batch = {"model": given.model, "batch": given.batch, "length": given.length, "unit": unit}
         results["cases"][name] = {**batch, **found}

@@ -205,7 +205,7 @@ def several_table(name: str) -> str:
     return "\n".join([*rows, "", f"`{command}`: {data['gpus']} x {environment_of(data)}"])
 
 
-def architectures_table(name: str) -> str:
+def architectures_table(name: str, option: str = "") -> str:
     """Peak, GPU time and step time of many architectures, unpatched and with `auto`."""
     data = load(name)
     rows = [
@@ -218,7 +218,7 @@ def architectures_table(name: str) -> str:
             was, now = row["unpatched"][key], row["auto"][key]
             cells += [f"{was:{form}}", f"{now:{form}}", f"{now / was:.2f}"]
         rows.append(f"| {' | '.join(cells)} |")
-    command = f"python benchmarks/architectures.py --json benchmarks/results/{name}"
+    command = f"python benchmarks/architectures.py {option}--json benchmarks/results/{name}"
     return with_source(rows, command, data)
 
 
@@ -326,6 +326,9 @@ TABLES = {
     "host": partial(host_table, "host-h200.json"),
     "gpu": partial(gpu_table, "models-h200.json"),
     "architectures": partial(architectures_table, "architectures-h200.json"),
+    "architectures-autocast": partial(
+        architectures_table, "architectures-autocast-h200.json", "--autocast "
+    ),
     "diffusion": partial(diffusion_table, "diffusion-h200.json"),
     "experts": partial(gpu_table, "experts-h100.json", script="experts.py"),
     "gpu-earlier": partial(gpu_table, "models-h200-earlier.json"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lowmem_patch.memory.step import run_step
 from lowmem_patch.planning.report import RECORD
@@ -25,19 +26,28 @@ def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "length"), [("GPT-2", 8), ("CLIP", 224), ("ConvNeXt-T", 32)])
+@pytest.mark.parametrize(
+    ("name", "length", "autocast"),
+    [("GPT-2", 8, False), ("CLIP", 224, False), ("ConvNeXt-T", 32, False), ("OLMo 2", 8, True)],
+)
 def test_both_variants_of_an_architecture_are_timed(
-    benchmark_module: Any, name: str, length: int, monkeypatch: pytest.MonkeyPatch
+    benchmark_module: Any, name: str, length: int, autocast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = benchmark_module.CASES[name]._replace(batch=1, length=length)
+    if name == "OLMo 2":
+        sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
+        small = small._replace(sizes={**small.sizes, **sizes, "num_key_value_heads": 4})
     ran: list[bool] = []  # whether the model was patched, at each step
 
     def run(model: Any, inputs: Any) -> None:
         ran.append(RECORD in model.__dict__)
         run_step(model, inputs)
+        under = torch.is_autocast_enabled("cpu")
+        dtypes = {parameter.dtype for parameter in model.parameters()}
+        assert (under, dtypes) == (autocast, {torch.float32 if autocast else torch.bfloat16})
 
     monkeypatch.setattr(benchmark_module, "run_step", run)
-    found = benchmark_module.measure(small, "cpu", 1)
+    found = benchmark_module.measure(small, "cpu", 1, autocast=autocast)
     assert ran == [False, True] + [False] * 3 + [True] * 3  # one of each to warm up, then in turns
     assert list(found) == ["unpatched", "auto"]
     for times in found.values():

@@ -35,7 +35,12 @@ class _Cast(torch.autograd.Function):
 
 
 def cast_once(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x.to(dtype)`` in the same memory for all that ask for it, until ``x`` is written or freed."""
+    """``x.to(dtype)`` in the same memory for all that ask for it, until ``x`` is written or freed.
+
+    A parameter is cast each time: a fused optimizer writes into it without a trace.
+    """
+    if x.requires_grad and x.grad_fn is None:
+        return x.to(dtype)
     known: Any = getattr(x, "_lowmem_cast", None)
     if known is None or known[0] != x._version or known[1].dtype != dtype:
         known = x._version, x.detach().to(dtype)

@@ -93,7 +93,8 @@ def _siblings(facts: Facts, config: PatchConfig) -> Iterator[str]:
     for name in (*linears, *layers):
         for call in facts.calls.get(name, ()):
             x = call.inputs[0] if call.inputs else None
-            if x is not None and x.dtype == torch.float32:
+            # a parameter is cast each time
+            if x is not None and x.dtype == torch.float32 and id(x) not in facts.trace.parameters:
                 readers.setdefault(id(x), set()).add(name)
     for name in linears:
         inputs = [call.inputs[0] for call in facts.calls.get(name, ()) if call.inputs]
