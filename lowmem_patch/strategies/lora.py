@@ -81,6 +81,10 @@ def _share_input(facts: Facts, layers: tuple[str, ...]) -> set[str]:
 
 def saved_by_norms(facts: Facts) -> set[int]:
     """Storages of norms' outputs that have a gradient, which patched norms save."""
+    return facts.once(saved_by_norms, lambda: _saved_by_norms(facts))
+
+
+def _saved_by_norms(facts: Facts) -> set[int]:
     norms = [name for name in facts.calls if looks_like_norm(facts.modules[name])]
     norms += [name for name, one in facts.functions.items() if isinstance(one.kind, NormSpec)]
     outputs = (tensor for name in norms for tensor in facts.outputs(name))

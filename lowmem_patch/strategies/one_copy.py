@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.copies import keep_matrix, keep_weight, share_cast
@@ -79,30 +79,35 @@ def _frozen_linears(facts: Facts, config: PatchConfig) -> Iterator[str]:
 
 
 def _siblings(facts: Facts, config: PatchConfig) -> Iterator[str]:
-    """Linears that train and read a float32 tensor of which no patched norm gives them a copy, beside others,
-    or beside LoRA layers, which see to it themselves."""
+    """Linears that train and read a float32 tensor beside others, or beside LoRA layers, which see to it
+    themselves."""
     layers = adapter_layers(facts, config)
     parts = {id(m) for name in layers for m in facts.modules[name].modules()}
-    linears = [
-        name
-        for name, module in facts.modules.items()
-        if type(module) is nn.Linear and module.weight.requires_grad and id(module) not in parts
-    ]
-    made_by, normed = facts.once("makers", lambda: makers(facts.trace)), saved_by_norms(facts)
+    linears = {name for name in _trained_linears(facts) if id(facts.modules[name]) not in parts}
     readers: dict[int, set[str]] = {}
     for name in (*linears, *layers):
-        for call in facts.calls.get(name, ()):
-            x = call.inputs[0] if call.inputs else None
-            # a parameter is cast each time
-            if x is not None and x.dtype == torch.float32 and id(x) not in facts.trace.parameters:
-                readers.setdefault(id(x), set()).add(name)
-    for name in linears:
-        inputs = [call.inputs[0] for call in facts.calls.get(name, ()) if call.inputs]
-        beside = any(len(readers.get(id(x), ())) > 1 for x in inputs)
-        forms = (form for x in inputs for form in backward(made_by, x, moved_from))
-        plain = normed.isdisjoint(map(storage_key, forms))
-        if beside and plain and runs_class_forward(facts.modules[name]):
+        for x in _plain_inputs(facts, name):
+            readers.setdefault(id(x), set()).add(name)
+    shared = set().union(*(names for names in readers.values() if len(names) > 1))
+    yield from (name for name in facts.modules if name in shared & linears)
+
+
+def _trained_linears(facts: Facts) -> Iterator[str]:
+    for name, module in facts.modules.items():
+        if type(module) is nn.Linear and module.weight.requires_grad and runs_class_forward(module):
             yield name
+
+
+def _plain_inputs(facts: Facts, name: str) -> Iterator[Tensor]:
+    """The float32 tensors that a module reads, but those of which a patched norm gives it a copy. A parameter
+    is cast each time."""
+    made_by, normed = facts.once("makers", lambda: makers(facts.trace)), saved_by_norms(facts)
+    for call in facts.calls.get(name, ()):
+        x = call.inputs[0] if call.inputs else None
+        if x is None or x.dtype != torch.float32 or id(x) in facts.trace.parameters:
+            continue
+        if normed.isdisjoint(map(storage_key, backward(made_by, x, moved_from))):
+            yield x
 
 
 def _softmaxes(facts: Facts) -> Iterator[str]:
