@@ -376,16 +376,21 @@ def _say_if_nothing(report: PatchReport, plan: Plan, strict: bool) -> None:
     listed = "; ".join(list(reasons)[:3] or report.notes) or unknown
     if NOTHING_TRAINS in report.notes:
         text = f"{report.model}: {NOTHING_TRAINS}"
-    elif (
-        all(patch.for_autocast for patch in plan.patches)
-        and report.saved_after >= report.saved_before
-    ):
+    elif not plan.patches:
         text = f"nothing was patched in {report.model}: {listed}"
+    elif _waits_for_autocast(report, plan):
+        text = f"nothing was patched in {report.model} that saves without autocast: {listed}"
     else:
         return
     if strict:
         raise NothingToPatchError(text)
     warnings.warn(text, stacklevel=3)
+
+
+def _waits_for_autocast(report: PatchReport, plan: Plan) -> bool:
+    """Whether the patches save under autocast alone, and the planned step is under none."""
+    alone = all(patch.for_autocast for patch in plan.patches)
+    return alone and report.saved_after >= report.saved_before
 
 
 def _refuse_unfolded_weights(

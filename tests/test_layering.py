@@ -65,8 +65,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "strategies.rotary",
     ),
     ("strategies.common_parts", "strategies.head"),
-    ("strategies.codes", "strategies.recompute", "strategies.one_copy", "strategies.scales"),
-    ("strategies.chains",),
+    ("strategies.codes", "strategies.recompute", "strategies.scales"),
+    ("strategies.chains", "strategies.one_copy"),
     ("strategies.share",),
     (
         "strategies.dropout_bits",

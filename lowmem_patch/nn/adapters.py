@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lowmem_patch.functional import in_compiler, recast_linear, without_torch_function
 from lowmem_patch.nn.context import autocast_dtype, is_foreign, is_fsdp_unit, trains_here
-from lowmem_patch.nn.copies import cast_once
 from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.deferred_linears import project
 from lowmem_patch.nn.deferred_ops import Saved
@@ -27,6 +27,7 @@ from lowmem_patch.nn.modes import without_function_modes
 from lowmem_patch.nn.op import Projection
 from lowmem_patch.nn.own import Own, give_forward
 from lowmem_patch.nn.parameter_adapters import adapts_parameter, is_of_peft, read_factors
+from lowmem_patch.nn.shared_casts import cast_once, holds_casts
 
 # what the forward of PEFT's Linear looks up: one that looks up more computes more
 _KNOWN = frozenset(
@@ -117,9 +118,7 @@ def forward_as_one(
             with without_torch_function() if in_compiler() else without_function_modes():
                 products = low_rank_products(layer, x.dtype, low_precision)
                 if products is not None and not (deferred and x.is_changed()):
-                    low = alone and _is_cast(x)
-                    if low:
-                        x = x.to(products.dtype) if in_compiler() else cast_once(x, products.dtype)
+                    x = _cast_alone(x, products.dtype, shared) if alone else x
                     return _computed(x, shared, stored, products)
     return forward_kept(layer, low_precision, alone, *args, **kwargs)
 
@@ -129,12 +128,14 @@ def _is_plain(x: Any) -> bool:
     return not is_foreign(x) and x.is_floating_point()
 
 
-def _is_cast(x: Tensor) -> bool:
-    """Whether autocast computes with a smaller copy of this, which no activation or norm computes again."""
-    if isinstance(x, Deferred):
-        return False
+def _cast_alone(x: Tensor, dtype: torch.dtype, shared: bool) -> Tensor:
+    """The cast of ``x`` with which autocast computes, where that is smaller, and no activation or norm gives
+    it again. Beside others who would save a cast each, ``x`` itself is saved once."""
+    if isinstance(x, Deferred) or not (in_compiler() or not shared or holds_casts()):
+        return x
     low = autocast_dtype(x.device.type, x.dtype)
-    return low is not None and low.itemsize < x.dtype.itemsize
+    smaller = low is not None and low.itemsize < x.dtype.itemsize
+    return cast_once(x, dtype) if smaller else x
 
 
 def _is_known(layer: nn.Module) -> bool:

@@ -11,56 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch.functional import in_compiler
-from lowmem_patch.nn.context import autocast_dtype, is_foreign, needs_gradient, trains_here
-from lowmem_patch.nn.deferred import Deferred
+from lowmem_patch.nn.context import autocast_dtype, is_foreign, needs_gradient
 from lowmem_patch.nn.deferred_ops import Matrix, Saved
-from lowmem_patch.nn.watched import Watched
 
 _SAVED, _MATRIX = Saved(), Matrix()
-
-
-class _Cast(torch.autograd.Function):
-    """A cast whose result was made before: only the gradient's cast is of its own, so that the gradients of
-    several are added up in the dtype of ``x``, as those of casts are."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, low: Tensor) -> Tensor:
-        ctx.dtype = x.dtype
-        return low.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        (gradient,) = gradients
-        return None if gradient is None else gradient.to(ctx.dtype), None
-
-
-def cast_once(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x.to(dtype)`` in the same memory for all that ask for it, until ``x`` is written or freed.
-
-    A parameter is cast each time: a fused optimizer writes into it without a trace.
-    """
-    if x.requires_grad and x.grad_fn is None:
-        return x.to(dtype)
-    known: Any = getattr(x, "_lowmem_cast", None)
-    if known is None or known[0] != x._version or known[1].dtype != dtype:
-        known = x._version, x.detach().to(dtype)
-        x._lowmem_cast = known  # type: ignore[attr-defined]
-    cast: Tensor = _Cast.apply(x, known[1])  # type: ignore[no-untyped-call]
-    return cast
-
-
-def share_cast(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Forward pre-hook of one of several Linears that read a tensor: under autocast they save one
-    low-precision copy of it, and not each its own."""
-    if in_compiler() or not args or not trains_here():
-        return None
-    x = args[0]
-    if is_foreign(x) or isinstance(x, (Deferred, Watched)):
-        return None
-    low = autocast_dtype(x.device.type, x.dtype)
-    if low is None or low.itemsize >= x.dtype.itemsize:
-        return None
-    return (cast_once(x, low), *args[1:])
 
 
 def keep_weight(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

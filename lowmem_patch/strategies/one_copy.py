@@ -3,16 +3,24 @@ low precision."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from lowmem_patch.config import PatchConfig
-from lowmem_patch.nn.copies import keep_matrix, keep_weight, share_cast
-from lowmem_patch.nn.own import Own, runs_class_forward
+from lowmem_patch.nn.copies import keep_matrix, keep_weight
+from lowmem_patch.nn.own import (
+    Own,
+    has_foreign_forward,
+    is_compiled_function,
+    runs_class_forward,
+)
+from lowmem_patch.nn.shared_casts import share_casts
 from lowmem_patch.strategies.lora import adapter_layers, saved_by_norms, trains
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
+from lowmem_patch.strategies.scales import scaled_outputs
 from lowmem_patch.tracing.consumers import find_consumers
 from lowmem_patch.tracing.dataflow import backward, makers, moved_from
 from lowmem_patch.tracing.op_roles import Role
@@ -29,14 +37,18 @@ class FrozenLinear(Patch):
         target.model.get_submodule(self.site).register_forward_pre_hook(Own(keep_weight))
 
 
-class SiblingLinear(Patch):
-    """One of several Linears that read a float32 tensor: under autocast they save one cast of it."""
+@dataclasses.dataclass(frozen=True)
+class SharedCasts(Patch):
+    """A module around Linears that read one float32 tensor, of which they save one cast under autocast."""
 
     strategy = "one_copy"
     for_autocast = True
 
+    linears: tuple[str, ...]
+
     def apply(self, target: Target) -> None:
-        target.model.get_submodule(self.site).register_forward_pre_hook(Own(share_cast))
+        get = target.model.get_submodule
+        share_casts(get(self.site), [get(name) for name in self.linears])
 
 
 class WideSoftmax(Patch):
@@ -54,15 +66,16 @@ def find(facts: Facts, config: PatchConfig) -> Found:
     softmaxes that matmuls alone read."""
     if config.linear_inputs == "keep":
         return Found()
-    siblings = [SiblingLinear(name) for name in _siblings(facts, config)]
-    text = f"{len(siblings)} Linears save one cast of what they read together, under autocast"
+    siblings = [SharedCasts(name, linears=tuple(own)) for name, own in _siblings(facts, config)]
+    number = sum(len(patch.linears) for patch in siblings)
+    text = f"{number} Linears save one cast of what they read together, under autocast"
     return Found(
         [
             *(FrozenLinear(name) for name in _frozen_linears(facts, config)),
             *siblings,
             *(WideSoftmax(name) for name in _softmaxes(facts)),
         ],
-        notes=[text] if siblings else [],
+        notes=[text] if number else [],
     )
 
 
@@ -78,18 +91,38 @@ def _frozen_linears(facts: Facts, config: PatchConfig) -> Iterator[str]:
             yield name
 
 
-def _siblings(facts: Facts, config: PatchConfig) -> Iterator[str]:
-    """Linears that train and read a float32 tensor beside others, or beside LoRA layers, which see to it
-    themselves."""
+def _siblings(facts: Facts, config: PatchConfig) -> Iterator[tuple[str, list[str]]]:
+    """Modules within which several Linears that train, or LoRA layers, which see to it themselves, read one
+    float32 tensor; and the Linears."""
+    if config.storage != "exact":
+        return  # what they read is stored in 8 bits, once
     layers = adapter_layers(facts, config)
     parts = {id(m) for name in layers for m in facts.modules[name].modules()}
+    scaled = {name for name, _ in scaled_outputs(facts, config)}
     linears = {name for name in _trained_linears(facts) if id(facts.modules[name]) not in parts}
     readers: dict[int, set[str]] = {}
-    for name in (*linears, *layers):
+    for name in (*linears - scaled, *layers):
         for x in _plain_inputs(facts, name):
             readers.setdefault(id(x), set()).add(name)
-    shared = set().union(*(names for names in readers.values() if len(names) > 1))
-    yield from (name for name in facts.modules if name in shared & linears)
+    around: dict[str, set[str]] = {}
+    for names in readers.values():
+        caller = _caller(facts, names) if len(names) > 1 else ""
+        if caller:
+            around.setdefault(caller, set()).update(names & linears)
+    for caller, own in around.items():
+        yield caller, [name for name in facts.modules if name in own]
+
+
+def _caller(facts: Facts, names: set[str]) -> str:
+    """The innermost module around all of these whose forward can be told so; empty if none is."""
+    name = next(iter(names))
+    while name and not (
+        name in facts.calls and all(inside.startswith(f"{name}.") for inside in names)
+    ):
+        name = name.rpartition(".")[0]
+    if not name or has_foreign_forward(facts.modules[name]):
+        return ""
+    return "" if is_compiled_function(type(facts.modules[name]).forward) else name
 
 
 def _trained_linears(facts: Facts) -> Iterator[str]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from lowmem_patch import patch_model, patch_report, saved_bytes, unpatch_model
-from lowmem_patch.nn.copies import cast_once
 from tests.support.configs import ONE_COPY
 from tests.support.judge import assert_equal_steps, assert_same_step
 from tests.support.lives import assert_backwards_add_up, assert_trains_alike
@@ -29,7 +33,7 @@ class Residual(nn.Module):
         super().__init__()
         self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.shift = nn.Parameter(torch.randn(WIDTH))
-        self.use, self.held = "plainly", []
+        self.use = "plainly"
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.shift
@@ -58,11 +62,11 @@ def rows(seed: int = 0) -> Tensor:
 
 def made(*, adapters: tuple[str, ...] = (), **options: Any) -> Any:
     torch.manual_seed(0)
-    model: Any = Residual()
+    model: Any = nn.Sequential(Residual())
     if adapters:
         config = LoraConfig(r=8, target_modules=list(adapters), init_lora_weights=False, **options)
         model = get_peft_model(model, config)
-        model.base_model.model.shift.requires_grad_()
+        model.base_model.model[0].shift.requires_grad_()
     return model.train()
 
 
@@ -96,7 +100,7 @@ def test_a_step_has_the_bits_of_the_unpatched_one(use: str, mode: Any) -> None:
         pytest.skip("the unpatched model raises torch's error")
     model = made()
     ours = patched(model)
-    model.use = ours.use = use
+    model[0].use = ours[0].use = use
     found, own = (step(one, (rows(),), mode) for one in (ours, model))
     assert torch.equal(found.output, own.output)
     for name, gradient in own.gradients.items():
@@ -126,14 +130,103 @@ def test_a_dropout_reads_float32() -> None:
     assert saved(ours.train()) <= saved(model.train())
 
 
-def test_a_parameter_is_cast_anew() -> None:
-    """A fused optimizer leaves no trace in it."""
-    latents = nn.Parameter(torch.randn(4, WIDTH))
-    before = cast_once(latents, torch.bfloat16)
-    before.sum().backward()
-    torch.optim.SGD([latents], lr=0.5, fused=True).step()
-    after = cast_once(latents, torch.bfloat16)
-    assert torch.equal(after, latents.to(torch.bfloat16)) and not torch.equal(after, before)
+class Direct(nn.Module):
+    """Linears read the very input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.q(x) + self.k(x)
+
+
+def direct() -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(Direct())
+    return patched(model), model
+
+
+def test_each_forward_casts_anew() -> None:
+    """What is written in between may leave no trace: a refilled buffer, a captured CUDA graph's input."""
+    ours, model = direct()
+    buffer = rows().numpy()
+    x = torch.from_numpy(buffer)
+    for seed in range(2):
+        buffer[...] = rows(seed).numpy()
+        found, own = (step(one, (x,), AUTOCAST) for one in (ours, model))
+        assert torch.equal(found.output, own.output)
+        assert all(torch.equal(found.gradients[n], g) for n, g in own.gradients.items())
+    assert not vars(x)
+
+
+def test_a_linear_called_by_itself_casts_for_itself() -> None:
+    ours, model = direct()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(ours[0].q(rows()), model[0].q(rows()))
+
+
+def test_hooks_see_float32_and_may_write() -> None:
+    ours, model = direct()
+    seen = []
+
+    def write(module: nn.Module, args: Any) -> None:
+        seen.append(args[0].dtype)
+        args[0].mul_(2)
+
+    for one in (ours, model):
+        one[0].q.register_forward_pre_hook(write)
+    found, own = (step(one, (rows(),), AUTOCAST) for one in (ours, model))
+    assert set(seen) == {torch.float32}
+    assert torch.equal(found.output, own.output)
+    assert all(torch.equal(found.gradients[n], g) for n, g in own.gradients.items())
+
+
+def test_what_autocast_does_not_cast_is_left_to_torch() -> None:
+    ours, model = direct()
+    with torch.inference_mode():
+        x = rows()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(ours(x), model(x))
+        for kind in (torch.complex64, torch.int64):
+            for one in (ours, model):
+                with pytest.raises(RuntimeError):
+                    one(rows().to(kind))
+    assert ours.to("meta")(rows().to("meta")).is_meta
+
+
+def test_a_selective_checkpoint_that_saves_casts() -> None:
+    """The block that runs again makes as many casts."""
+
+    def save_casts(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        policies = CheckpointPolicy
+        cast = op is torch.ops.aten._to_copy.default
+        return policies.MUST_SAVE if cast else policies.PREFER_RECOMPUTE
+
+    class Blocks(nn.Module):
+        def __init__(self, block: nn.Module, inside: bool) -> None:
+            super().__init__()
+            self.block, self.inside, self.recomputed = block, inside, False
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.float() * 2
+            if not self.recomputed:  # but planned
+                return self.block(x) + (self.block.q(x) if self.inside else 0)
+            contexts = partial(create_selective_checkpoint_contexts, save_casts)
+            y: Tensor = checkpoint(self.block, x, use_reentrant=False, context_fn=contexts)
+            return y + self.block.q(x) if self.inside else y
+
+    torch.manual_seed(0)
+    for inside in (False, True):  # of the block, or of what holds casts around the checkpoint
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Blocks(Direct(), inside))
+        ours = patched(model)
+        model[1].recomputed = ours[1].recomputed = True
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = [one(rows().requires_grad_()) for one in (ours, model)]
+        for one in outputs:
+            one.float().square().sum().backward()
+        for own, found in zip(model.parameters(), ours.parameters(), strict=True):
+            assert torch.equal(found.grad, own.grad)
 
 
 def test_lives() -> None:
