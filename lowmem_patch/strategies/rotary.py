@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.own import has_foreign_forward
@@ -21,7 +22,14 @@ from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
 from lowmem_patch.tracing.consumers import feed_autocast, find_consumers
 from lowmem_patch.tracing.dataflow import Path, backward, first_input, forward, makers
 from lowmem_patch.tracing.isolation import NoForeignKernels
-from lowmem_patch.tracing.op_roles import OF_ELEMENTS, REARRANGES, SELECTS, Role
+from lowmem_patch.tracing.op_roles import (
+    OF_ELEMENTS,
+    REARRANGES,
+    SELECTS,
+    Role,
+    function_name,
+    role_of,
+)
 from lowmem_patch.tracing.trace import Op, Trace
 
 _REQUIRED = ["q", "k", "cos", "sin"]
@@ -78,32 +86,51 @@ def _rotating(facts: Facts) -> dict[str, FusedRotary]:
             forward = forward_of_class(module)
             # a copy of its file is where nobody would look for what forward writes
             if rotation is not None and forward is not None and not _writes_names(forward):
-                feeds = _feeds_autocast(facts, name)
+                feeds = _feeds_autocast(facts, name, rotation)
                 rotation = dataclasses.replace(rotation, feeds_autocast=feeds)
                 rotations[name] = FusedRotary(name, rotation)
     return rotations
 
 
-def _feeds_autocast(facts: Facts, name: str) -> tuple[bool, bool]:
-    """Whether ops that autocast casts alone read what the rotary embedding in a module makes of q, and of k,
-    which they read behind q."""
+def _feeds_autocast(facts: Facts, name: str, rotation: Rotation) -> tuple[bool, bool]:
+    """Whether ops that autocast casts alone read what a module's rotary embedding makes of q, and of k."""
     made = facts.once("makers", lambda: makers(facts.trace))
     calls = facts.calls_of(name)
     around = {call.autocast for call in calls}
-    turned = [
-        op.outputs[0]
+    fed = [
+        feed_autocast(find_consumers(facts.trace, op.outputs), around)
         for call in calls
         for op in facts.trace.ops[call.first_op : call.last_op]
         if op.module == name and _is_turn(made, op)
     ]
-    fed = []
-    for tensor in turned:
-        consumers = find_consumers(facts.trace, [tensor])
-        if feed_autocast(consumers, around):
-            fed.append({c.op is not None and first_input(c.op) is c.tensor for c in consumers})
-    if len(turned) != 2 * len(calls):
+    if len(fed) != 2 * len(calls) or not _sums_q_first(rotation):
         return False, False
-    return fed.count({True}) == len(calls), fed.count({False}) == len(calls)
+    return all(fed[::2]), all(fed[1::2])
+
+
+class _Sums(TorchFunctionMode):
+    """Whether each sum of a function has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[bool] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # fmt: skip
+        result = func(*args, **(kwargs or {}))
+        if role_of(function_name(func)).has(Role.SUM):
+            self.found.append(result.requires_grad)
+        return result
+
+
+@cache
+def _sums_q_first(rotation: Rotation) -> bool:
+    """Whether the function turns its first argument before the other one."""
+    q, k, cos, sin = _example(rotation.heads_dim, _WIDTH)
+    with torch.enable_grad(), NoForeignKernels(), _Sums() as sums:
+        rotation.function(q.requires_grad_(), k, cos, sin)
+    return bool(sums.found == [True, False])
 
 
 def _is_turn(made: Mapping[int, Op], op: Op) -> bool:
