@@ -186,10 +186,14 @@ def measure(
 ) -> dict[str, dict[str, float]]:
     torch.manual_seed(0)
     model, inputs = build(case, device, layers, torch.float32 if autocast else torch.bfloat16)
-    with torch.autocast(device, torch.bfloat16, enabled=autocast):
+    context = torch.autocast(device, torch.bfloat16, enabled=autocast)
+    with context:
         given = inputs.kwargs or inputs.args
         patched = patch_model(copy.deepcopy(model), "auto", example_inputs=given)
-        return measured({"unpatched": model, "auto": patched}, inputs, device == "cuda")
+    if autocast:  # around each forward, as trainers do: it holds casts of weights until it ends
+        for one in (model, patched):
+            one.forward = context(one.forward)
+    return measured({"unpatched": model, "auto": patched}, inputs, device == "cuda")
 
 
 def measured(

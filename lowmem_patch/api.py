@@ -374,23 +374,17 @@ def _say_if_nothing(report: PatchReport, plan: Plan, strict: bool) -> None:
     reasons = dict.fromkeys(f"{site.name}: {site.reason}" for site in report.sites)
     unknown = "it has no norm or activation that lowmem-patch knows"
     listed = "; ".join(list(reasons)[:3] or report.notes) or unknown
+    waits = all(patch.for_autocast for patch in plan.patches)
     if NOTHING_TRAINS in report.notes:
         text = f"{report.model}: {NOTHING_TRAINS}"
-    elif not plan.patches:
-        text = f"nothing was patched in {report.model}: {listed}"
-    elif _waits_for_autocast(report, plan):
-        text = f"nothing was patched in {report.model} that saves without autocast: {listed}"
+    elif not plan.patches or (waits and report.saved_after >= report.saved_before):
+        beside = ", but for autocast" if plan.patches else ""
+        text = f"nothing was patched in {report.model}{beside}: {listed}"
     else:
         return
     if strict:
         raise NothingToPatchError(text)
     warnings.warn(text, stacklevel=3)
-
-
-def _waits_for_autocast(report: PatchReport, plan: Plan) -> bool:
-    """Whether the patches save under autocast alone, and the planned step is under none."""
-    alone = all(patch.for_autocast for patch in plan.patches)
-    return alone and report.saved_after >= report.saved_before
 
 
 def _refuse_unfolded_weights(

@@ -42,9 +42,12 @@ def test_both_variants_of_an_architecture_are_timed(
     def run(model: Any, inputs: Any) -> None:
         ran.append(RECORD in model.__dict__)
         run_step(model, inputs)
-        under = torch.is_autocast_enabled("cpu")
+        assert not torch.is_autocast_enabled("cpu")
         dtypes = {parameter.dtype for parameter in model.parameters()}
-        assert (under, dtypes) == (autocast, {torch.float32 if autocast else torch.bfloat16})
+        assert dtypes == {torch.float32 if autocast else torch.bfloat16}
+        outputs = model(*inputs.args, **inputs.kwargs)
+        if autocast:
+            assert outputs.logits.dtype == torch.bfloat16
 
     monkeypatch.setattr(benchmark_module, "run_step", run)
     found = benchmark_module.measure(small, "cpu", 1, autocast=autocast)
