@@ -43,7 +43,9 @@ def scales(scores: Tensor, scale: Tensor) -> bool:
     dims = scale.dim()
     if not scale.is_floating_point() or dims > scores.dim():
         return False
-    return scale.numel() == 1 or (dims > 2 and scale.shape[-2:] == (1, 1))
+    leading = zip(scale.shape[:-2], scores.shape[scores.dim() - dims : -2], strict=True)
+    fits = all(own in (1, size) for own, size in leading)
+    return scale.numel() == 1 or (dims > 2 and scale.shape[-2:] == (1, 1) and fits)
 
 
 class CosineAttention(ForwardMode):

@@ -17,6 +17,7 @@ from transformers import Swinv2Config, Swinv2Model
 from lowmem_patch import patch_model, patch_report, saved_bytes, unpatch_model
 from lowmem_patch.errors import DoubleBackwardError
 from lowmem_patch.functional import scaled_scores
+from lowmem_patch.nn.cosine_attention import scales
 from tests.support.judge import assert_accurate, assert_same_step
 from tests.support.lives import assert_backwards_add_up, assert_trains_alike
 from tests.support.models import randomise
@@ -184,6 +185,13 @@ def test_recomputed_blocks(reentrant: bool) -> None:
     model = made()
     ours = patched(model)
     assert_same_step(Recomputed(ours), Recomputed(model), rows())
+
+
+def test_a_scale_that_repeats_the_scores_is_left_to_torch() -> None:
+    scores = torch.randn(1, HEADS, 4, 4)
+    assert scales(scores, torch.ones(HEADS, 1, 1)) and scales(scores, torch.ones(()))
+    for shape in ((2, HEADS, 1, 1), (1, 1, 1, 4), (4,), (1, 1, 1, 1, 1)):
+        assert not scales(scores, torch.ones(shape))
 
 
 def test_double_backward_names_the_op() -> None:
