@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lowmem_patch.functional import NormSettings, ms_norm, scaled_scores
 from lowmem_patch.nn.context import autocast_dtype, is_foreign, needs_gradient
 from lowmem_patch.nn.deferred import Deferred, value_of
+from lowmem_patch.nn.forward_modes import is_running
 from lowmem_patch.nn.modes import ForwardMode
 from lowmem_patch.nn.op import Op
 from lowmem_patch.nn.stored import attach
@@ -54,24 +55,33 @@ class CosineAttention(ForwardMode):
     Args:
         rows: what `F.normalize` gives is read by matmuls alone.
         scores: the products of matmuls are multiplied with a scale.
+        autocast: it was on where this was planned; matmuls may be told to run without.
     """
 
     names = names_with(Role.MATMUL | Role.UNIT_ROWS)
 
-    def __init__(self, module: nn.Module, rows: bool, scores: bool) -> None:
+    def __init__(self, module: nn.Module, rows: bool, scores: bool, autocast: bool) -> None:
         super().__init__(module)
-        self.rows, self.scores = rows, scores
+        self.rows, self.scores, self.autocast = rows, scores, autocast
 
     def instead(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.packs_alike():
             return NotImplemented
         if func.__name__ == "normalize":
             found = normalized_rows(args, kwargs) if self.rows else None
-            return NotImplemented if found is None or not _is_plain(found[0]) else _unit(*found)
-        if not self.scores or kwargs or len(args) != 2 or not all(map(_is_plain, args)):
+            if found is None or not self._takes(found[0]):
+                return NotImplemented
+            return _unit(*found)
+        if not self.scores or kwargs or len(args) != 2 or not all(map(self._takes, args)):
             return NotImplemented
         y = self.onward(func, args, kwargs)
         return attach(y, Scores(), args, watched=True) if _multiplies(y, *args) else y
+
+    def _takes(self, x: Any) -> bool:
+        """Whether this is a plain tensor that trains, in the module's own forward."""
+        if not _is_plain(x) or not is_running(self.module):
+            return False
+        return self.autocast or autocast_dtype(x.device.type, x.dtype) is None
 
 
 def _is_plain(x: Any) -> bool:

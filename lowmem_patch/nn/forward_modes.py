@@ -47,7 +47,7 @@ class CallInstead(ForwardMode):
         if not self.packs_alike():
             return NotImplemented
         read = called_function(self.function.name, args, kwargs)
-        if read is None or read[1] != self.function or not _is_running(self.module):
+        if read is None or read[1] != self.function or not is_running(self.module):
             return NotImplemented
         return self.replacement(read[0])
 
@@ -55,7 +55,7 @@ class CallInstead(ForwardMode):
 _CALL = nn.Module._call_impl.__code__
 
 
-def _is_running(module: nn.Module) -> bool:
+def is_running(module: nn.Module) -> bool:
     """Whether no module inside of this one is being called; what the forward makes by itself is its own."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 
 from torch import Tensor
 
@@ -12,8 +12,9 @@ from lowmem_patch.nn.cosine_attention import CosineAttention, scales
 from lowmem_patch.nn.modes import run_under
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target, forward_obstacle
 from lowmem_patch.tracing.call_arguments import normalized_rows
-from lowmem_patch.tracing.dataflow import first_input, forward, makers, only_consumer
+from lowmem_patch.tracing.dataflow import backward, first_input, forward, makers, only_consumer
 from lowmem_patch.tracing.op_roles import REARRANGES, Role
+from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.trace import Op, Trace
 
 
@@ -25,23 +26,33 @@ class CosineScores(Patch):
 
     rows: bool
     scores: bool
+    autocast: bool
 
     def apply(self, target: Target) -> None:
         module = target.model.get_submodule(self.site)
-        run_under(module, CosineAttention, self.rows, self.scores)
+        run_under(module, CosineAttention, self.rows, self.scores, self.autocast)
 
 
 def find(facts: Facts, config: PatchConfig) -> Found:
     """The modules whose own forward does so."""
     if config.linear_inputs == "keep":
         return Found()
-    rows, scores = _unit_rows(facts), dict(_scaled(facts))
+    rows = _unit_rows(facts)
+    scores = dict(_scaled(facts, rows))
     names = [
         name
         for name in dict.fromkeys((*rows, *scores))
         if forward_obstacle(facts, name, rows.get(name, 0) + scores.get(name, 0)) is None
     ]
-    patches = [CosineScores(name, rows=name in rows, scores=name in scores) for name in names]
+    patches = [
+        CosineScores(
+            name,
+            rows=name in rows,
+            scores=name in scores,
+            autocast=all(call.autocast for call in facts.calls[name]),
+        )
+        for name in names
+    ]
     text = (
         f"cosine attention that saves q and k once, and no scores for their scale: {len(patches)}"
     )
@@ -55,27 +66,30 @@ def _unit_rows(facts: Facts) -> dict[str, int]:
     for op in _own_ops(facts, Role.UNIT_ROWS):
         if normalized_rows(op.args, op.kwargs) is None or not op.outputs[0].requires_grad:
             continue
-        if _is_for_matmuls(facts.trace, op.outputs[0]):
+        if _is_for_matmuls(facts.trace, op):
             found[op.module] = op.outputs[0].nbytes
         else:
             others.add(op.module)
     return {name: size for name, size in found.items() if name not in others}
 
 
-def _is_for_matmuls(trace: Trace, tensor: Tensor) -> bool:
-    """Whether matmuls alone read a tensor or another order of its elements."""
-    forms = [path.end for path in forward(trace, [tensor], _moves)]
+def _is_for_matmuls(trace: Trace, op: Op) -> bool:
+    """Whether matmuls alone read what an op gives, or another order of its elements, under its autocast."""
+    forms = [path.end for path in forward(trace, op.outputs, _moves)]
     read = [(reader, form) for form in forms for reader in trace.consumers.get(id(form), ())]
     others = [reader for reader, form in read if not _moves(reader, form)]
     returned = any(id(form) in trace.outputs for form in forms)
-    return bool(others) and not returned and all(one.role.has(Role.MATMUL) for one in others)
+    alike = all(one.role.has(Role.MATMUL) and one.autocast == op.autocast for one in others)
+    return bool(others) and not returned and alike
 
 
 def _moves(op: Op, tensor: Tensor) -> bool:
-    return op.role.has(REARRANGES) and not op.writes and first_input(op) is tensor
+    # behind detach, nobody sees a write
+    moves = op.role.has(REARRANGES) and not op.role.has(Role.DETACH)
+    return moves and not op.writes and first_input(op) is tensor
 
 
-def _scaled(facts: Facts) -> Iterator[tuple[str, int]]:
+def _scaled(facts: Facts, rows: Container[str]) -> Iterator[tuple[str, int]]:
     """Modules whose matmul's product is read by a product with a scale that trains, and its bytes."""
     made = facts.once("makers", lambda: makers(facts.trace))
     for op in _own_ops(facts, Role.PRODUCT):
@@ -88,8 +102,23 @@ def _scaled(facts: Facts) -> Iterator[tuple[str, int]]:
         alone = only_consumer(facts.trace, value) is op and first_input(op) is value
         if facts.writes.later(maker.reads, facts.trace.ops.index(maker)) is not None:
             continue  # torch's matmul may have saved copies
+        if not all(_is_saved(facts, made, factor, rows) for factor in maker.reads):
+            continue
         if alone and value.requires_grad and scale.requires_grad and scales(value, scale):
             yield op.module, value.nbytes
+
+
+def _is_saved(facts: Facts, made: Mapping[int, Op], factor: Tensor, rows: Container[str]) -> bool:
+    """Whether the memory of a matmul's factor is saved in any case: of some, torch saves a copy."""
+    if storage_key(factor) in facts.savers:
+        return True
+
+    def source_of(op: Op, tensor: Tensor) -> Tensor | None:
+        source = first_input(op)
+        return source if source is not None and _moves(op, source) else None
+
+    op = made.get(id(list(backward(made, factor, source_of))[-1]))
+    return op is not None and op.role.has(Role.UNIT_ROWS) and op.module in rows
 
 
 def _own_ops(facts: Facts, role: Role) -> Iterator[Op]:

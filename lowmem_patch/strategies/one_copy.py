@@ -37,6 +37,10 @@ class FrozenLinear(Patch):
         target.model.get_submodule(self.site).register_forward_pre_hook(Own(keep_weight))
 
 
+# how somebody gets at a tensor's memory, and may write between two casts without a trace
+_UNSEEN = Role.UNTRACKED | Role.DETACH | Role.MEMORY | Role.ADDRESS
+
+
 @dataclasses.dataclass(frozen=True)
 class SharedCasts(Patch):
     """A module around Linears that read one float32 tensor, of which they save one cast under autocast."""
@@ -139,7 +143,8 @@ def _plain_inputs(facts: Facts, name: str) -> Iterator[Tensor]:
         x = call.inputs[0] if call.inputs else None
         if x is None or x.dtype != torch.float32 or id(x) in facts.trace.parameters:
             continue
-        if normed.isdisjoint(map(storage_key, backward(made_by, x, moved_from))):
+        unseen = any(op.role.has(_UNSEEN) for op in facts.trace.consumers.get(id(x), ()))
+        if not unseen and normed.isdisjoint(map(storage_key, backward(made_by, x, moved_from))):
             yield x
 
 

@@ -175,15 +175,21 @@ def _is_plain(item: Any) -> bool:
     return all(map(_is_plain, item)) if isinstance(item, tuple) else isinstance(item, _PLAIN)
 
 
+_TINY = 1e-10  # a larger eps is meant to be seen: torch takes the larger one of it and the length
+
+
 def normalized_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, float] | None:
-    """The tensor and eps of a call of ``F.normalize`` over the last dimension by the Euclidean norm."""
+    """The tensor and eps of a call of ``F.normalize`` over the last dimension by the Euclidean norm. Its eps is
+    so small that it only keeps from dividing by 0."""
     x, p, eps = (
         argument(args, kwargs, place, name, default)
         for place, name, default in ((0, "input", None), (1, "p", 2.0), (3, "eps", 1e-12))
     )
-    last = isinstance(x, Tensor) and argument(args, kwargs, 2, "dim", 1) in (-1, x.dim() - 1)
-    known = last and x.shape[-1] > 0 and kwargs.get("out") is None
-    return (x, eps) if known and p == 2 and isinstance(eps, float) else None
+    if not isinstance(x, Tensor) or not x.is_floating_point() or not x.dim() or not x.shape[-1]:
+        return None
+    last = argument(args, kwargs, 2, "dim", 1) in (-1, x.dim() - 1)
+    tiny = isinstance(eps, float) and 0 < eps <= _TINY
+    return (x, eps) if last and tiny and p == 2 and kwargs.get("out") is None else None
 
 
 class ElementwiseCall(NamedTuple):

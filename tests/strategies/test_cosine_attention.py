@@ -43,7 +43,7 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).reshape(batch, length, 3, HEADS, HEAD).permute(2, 0, 3, 1, 4).unbind()
         if self.use == "rows of zeros":
             q = q * (torch.arange(length) > 1).view(-1, 1)
-        eps = 1e-3 if self.use == "another eps" else 1e-12
+        eps = 1.0 if self.use == "another eps" else 1e-12
         q, k = F.normalize(q, dim=-1, eps=eps), F.normalize(k, 2.0, 3, eps)
         if self.use == "q is read":
             x = x + q.transpose(1, 2).reshape(x.shape)
@@ -52,6 +52,8 @@ class Attention(nn.Module):
             self.held = [scores, scores.detach().clone()]
         if self.use == "hooked":
             scores.register_hook(lambda gradient: gradient * 2)
+        if self.use == "written without a trace":
+            q.detach().numpy()[...] *= 3
         if self.use == "q is written":
             with torch.no_grad():
                 q.mul_(2)
@@ -123,14 +125,99 @@ def test_whatever_else_is_done_is_right(use: str) -> None:
         assert torch.equal(held, copied)
 
 
-def test_a_model_that_was_planned_otherwise_is_right() -> None:
-    """Only the example's forward is known to the plan."""
-    for use in ("q is read", "turned", "another eps"):
-        model = made()
-        model[1].use = use
-        ours = patched(model)
+@pytest.mark.parametrize(
+    "use",
+    [
+        "rows of zeros", "another eps", "q is read", "kept", "hooked", "written", "turned", "q is written",
+        "written without a trace",
+    ],
+)  # fmt: skip
+def test_it_may_be_planned(use: str) -> None:
+    model = made()
+    model[1].use = use
+    if use == "kept":
+        model[1].use, model[1].held = "plainly", []
+    ours = patched(model)
+    assert_same_step(ours, model, rows())
+    if use in ("q is read", "turned", "another eps"):
         model[1].use = ours[1].use = "plainly"
         assert_same_step(ours, model, rows())
+
+
+class Around(nn.Module):
+    """Normalises for its matmul; so does a part of it for something else."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.q, self.part = nn.Linear(WIDTH, WIDTH), part
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = F.normalize(self.q(x), dim=-1)
+        return self.part(x) + q @ q.transpose(-2, -1) @ x
+
+
+class Clips(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        clipped = F.normalize(x, dim=-1)
+        self.seen.append(clipped.dtype)
+        return clipped + F.normalize(x, dim=-1, eps=5.0)
+
+
+@pytest.mark.parametrize("mode", [FP32, AUTOCAST], ids=["fp32", "autocast"])
+def test_what_a_part_normalises_is_left_to_torch(mode: Mode) -> None:
+    model = nn.Sequential(Around(Clips()))
+    with torch.autocast("cpu", torch.bfloat16, enabled=mode.autocast is not None):
+        ours = patched(model)
+    found, own = (step(one, rows(), mode) for one in (ours, model))
+    assert_accurate(found, own, truth_of(model, rows()), mode)
+    assert set(ours[0].part.seen) == set(model[0].part.seen) - {torch.float64}
+
+
+class InFloat32(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = F.normalize(self.q(x).float(), dim=-1)
+        with torch.autocast("cpu", enabled=False):
+            return q @ q.transpose(-2, -1) @ x.float()
+
+
+@pytest.mark.filterwarnings("ignore:nothing was patched")
+@pytest.mark.parametrize("planned", [False, True], ids=["planned-without", "planned-under"])
+def test_matmuls_that_run_without_autocast_get_float32(planned: bool) -> None:
+    model = nn.Sequential(InFloat32())
+    with torch.autocast("cpu", torch.bfloat16, enabled=planned):
+        ours = patched(model)
+    found, own = (step(one, rows(), AUTOCAST) for one in (ours, model))
+    assert found.output.dtype == torch.float32
+    assert_accurate(found, own, truth_of(model, rows()), AUTOCAST)
+
+
+@pytest.mark.filterwarnings("ignore:nothing was patched")
+def test_what_the_op_does_not_know_is_left_to_torch() -> None:
+    class Views(nn.Module):
+        """Scores of views of one tensor, which torch's matmul copies and does not save."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.scale = nn.Linear(WIDTH, 3 * WIDTH), nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).view(2, LENGTH, 3, HEADS, HEAD).permute(2, 0, 3, 1, 4)
+            y: Tensor = (q @ k.transpose(-2, -1) * self.scale).softmax(-1) @ v
+            z = F.normalize(torch.complex(x, x), dim=-1).real + F.normalize(x.sum(), dim=-1)
+            return y.mean() + z * self.scale
+
+    model = nn.Sequential(Views())
+    ours = patched(model)
+    assert saved(ours) <= saved(model)
+    assert_same_step(ours, model, rows())
 
 
 def test_an_unplanned_write_is_torchs_error() -> None:

@@ -42,6 +42,8 @@ class Residual(nn.Module):
         q = self.q(x)
         if self.use == "written":
             x.mul_(2)
+        if self.use == "written without a trace":
+            x.data.mul_(2)
         if self.use == "under no_grad":
             with torch.no_grad():
                 q = q + self.v(x)
@@ -105,6 +107,14 @@ def test_a_step_has_the_bits_of_the_unpatched_one(use: str, mode: Any) -> None:
     assert torch.equal(found.output, own.output)
     for name, gradient in own.gradients.items():
         assert torch.equal(found.gradients[name], gradient), name
+
+
+@pytest.mark.filterwarnings("ignore:nothing was patched")
+def test_a_write_without_a_trace_may_be_planned() -> None:
+    model = made()
+    model[0].use = "written without a trace"
+    found, own = (step(one, (rows(),), AUTOCAST) for one in (patched(model), model))
+    assert torch.equal(found.output, own.output)
 
 
 @pytest.mark.parametrize("adapters", [("q", "k", "v"), ("q", "v")])
