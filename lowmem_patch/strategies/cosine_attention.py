@@ -93,19 +93,23 @@ def _scaled(facts: Facts, rows: Container[str]) -> Iterator[tuple[str, int]]:
     """Modules whose matmul's product is read by a product with a scale that trains, and its bytes."""
     made = facts.once("makers", lambda: makers(facts.trace))
     for op in _own_ops(facts, Role.PRODUCT):
-        if len(op.args) != 2 or not all(isinstance(one, Tensor) for one in op.args):
+        value = first_input(op)
+        maker = None if value is None else made.get(id(value))
+        if value is None or maker is None or not _is_scaled(facts, op, value, maker):
             continue
-        value, scale = op.args
-        maker = made.get(id(value))
-        if maker is None or maker.module != op.module or not maker.role.has(Role.MATMUL):
-            continue
-        alone = only_consumer(facts.trace, value) is op and first_input(op) is value
-        if facts.writes.later(maker.reads, facts.trace.ops.index(maker)) is not None:
-            continue  # torch's matmul may have saved copies
-        if not all(_is_saved(facts, made, factor, rows) for factor in maker.reads):
-            continue
-        if alone and value.requires_grad and scale.requires_grad and scales(value, scale):
+        # torch's matmul may have saved copies
+        written = facts.writes.later(maker.reads, facts.trace.ops.index(maker))
+        if written is None and all(_is_saved(facts, made, one, rows) for one in maker.reads):
             yield op.module, value.nbytes
+
+
+def _is_scaled(facts: Facts, op: Op, value: Tensor, maker: Op) -> bool:
+    """Whether a product is that of a matmul's result, which nobody else reads, and a scale that trains."""
+    if maker.module != op.module or not maker.role.has(Role.MATMUL) or len(op.args) != 2:
+        return False
+    scale = op.args[1]
+    trains = isinstance(scale, Tensor) and scale.requires_grad and value.requires_grad
+    return trains and scales(value, scale) and only_consumer(facts.trace, value) is op
 
 
 def _is_saved(facts: Facts, made: Mapping[int, Op], factor: Tensor, rows: Container[str]) -> bool:

@@ -179,8 +179,8 @@ _TINY = 1e-10  # a larger eps is meant to be seen: torch takes the larger one of
 
 
 def normalized_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, float] | None:
-    """The tensor and eps of a call of ``F.normalize`` over the last dimension by the Euclidean norm. Its eps is
-    so small that it only keeps from dividing by 0."""
+    """The tensor and eps of a call of ``F.normalize`` over the last dimension by the Euclidean norm, whose
+    eps is so small that it only keeps from dividing by 0."""
     x, p, eps = (
         argument(args, kwargs, place, name, default)
         for place, name, default in ((0, "input", None), (1, "p", 2.0), (3, "eps", 1e-12))
