@@ -7,6 +7,7 @@ it is found again, wherever other code has moved its module.
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 import types
 from functools import partial, update_wrapper
@@ -25,6 +26,14 @@ class Own(partial[Any]):
     def __deepcopy__(self, memo: Any) -> Own:
         keywords = copy.deepcopy(self.keywords, memo)
         return Own(self.func, *copy.deepcopy(self.args, memo), **keywords)
+
+    @property
+    def __signature__(self) -> inspect.Signature | None:
+        """That of the class's forward: transformers looks at it to tell which arguments an encoder takes."""
+        module = self.args[0] if self.args else None
+        if not isinstance(module, nn.Module):
+            return None
+        return inspect.signature(types.MethodType(type(module).forward, module))
 
     def __reduce__(self) -> Any:
         if getattr(self.func, "copied", False):  # no file has it: the class's own comes back

@@ -21,6 +21,7 @@ from lowmem_patch.nn.shared_casts import share_casts
 from lowmem_patch.strategies.lora import adapter_layers, saved_by_norms, trains
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
 from lowmem_patch.strategies.scales import scaled_outputs
+from lowmem_patch.tracing.base_model import base_model
 from lowmem_patch.tracing.consumers import find_consumers
 from lowmem_patch.tracing.dataflow import backward, makers, moved_from
 from lowmem_patch.tracing.op_roles import Role
@@ -124,7 +125,10 @@ def _caller(facts: Facts, names: set[str]) -> str:
         name in facts.calls and all(inside.startswith(f"{name}.") for inside in names)
     ):
         name = name.rpartition(".")[0]
-    if not name or has_foreign_forward(facts.modules[name]):
+    # trainers look at the arguments of the model's own forward
+    if not name or facts.modules[name] is base_model(facts.modules[""]):
+        return ""
+    if has_foreign_forward(facts.modules[name]):
         return ""
     return "" if is_compiled_function(type(facts.modules[name]).forward) else name
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from functools import partial
 from typing import Any
 
@@ -237,6 +238,24 @@ def test_a_selective_checkpoint_that_saves_casts() -> None:
             one.float().square().sum().backward()
         for own, found in zip(model.parameters(), ours.parameters(), strict=True):
             assert torch.equal(found.grad, own.grad)
+
+
+@pytest.mark.filterwarnings("ignore:nothing was patched")
+def test_the_forward_of_the_model_itself_keeps_its_arguments() -> None:
+    """Trainers look at them, behind PEFT's model as well."""
+    config = LoraConfig(r=8, target_modules=["q", "k"], init_lora_weights=False)
+    for model in (Residual(), get_peft_model(Residual(), config)):
+        ours: Any = patched(model)
+        base = ours.get_base_model() if hasattr(ours, "get_base_model") else ours
+        assert list(inspect.signature(base.forward).parameters) == ["x"]
+        assert_same_step(ours, model, (rows(),), AUTOCAST)
+
+
+def test_a_forward_that_holds_casts_has_the_arguments_of_its_class() -> None:
+    """transformers looks at those of an encoder whose model generates."""
+    ours = patched(made())
+    assert list(inspect.signature(ours[0].forward).parameters) == ["x"]
+    assert list(inspect.signature(ours[0].q.forward).parameters) == ["input"]
 
 
 def test_lives() -> None:
