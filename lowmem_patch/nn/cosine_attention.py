@@ -21,7 +21,7 @@ from lowmem_patch.nn.modes import ForwardMode
 from lowmem_patch.nn.op import Op
 from lowmem_patch.nn.stored import attach
 from lowmem_patch.tracing.call_arguments import normalized_rows
-from lowmem_patch.tracing.op_roles import Role, names_with
+from lowmem_patch.tracing.op_roles import Role, names_with, role_of
 
 # not float16, in which the product of a gradient and a key may be too large without the scale, or too small
 _DTYPES = frozenset((torch.bfloat16, torch.float32, torch.float64))
@@ -67,7 +67,7 @@ class CosineAttention(ForwardMode):
     def instead(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.packs_alike():
             return NotImplemented
-        if func.__name__ == "normalize":
+        if role_of(func.__name__).has(Role.UNIT_ROWS):
             found = normalized_rows(args, kwargs) if self.rows else None
             if found is None or not self._takes(found[0]):
                 return NotImplemented

@@ -26,6 +26,8 @@ from tests.support.step import AUTOCAST, BF16, FP32, Mode, cast, step, truth_of
 HEADS, WIDTH, LENGTH = 2, 16, 6
 ROWS = 2 * LENGTH
 HEAD = WIDTH // HEADS
+# what a forward may do besides, which unpatched and patched models are compared in
+USES = ("rows of zeros", "another eps", "q is read", "hooked", "written", "turned")
 
 
 class Attention(nn.Module):
@@ -108,13 +110,7 @@ def test_neither_queries_nor_keys_nor_scores_are_saved_twice() -> None:
     assert patch_report(ours).saved_after == saved(ours)
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        "plainly", "rows of zeros", "another eps", "q is read", "kept", "hooked", "written", "turned",
-        "no grad",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("use", [*USES, "plainly", "kept", "no grad"])
 def test_whatever_else_is_done_is_right(use: str) -> None:
     model = made()
     ours = patched(model)
@@ -125,18 +121,10 @@ def test_whatever_else_is_done_is_right(use: str) -> None:
         assert torch.equal(held, copied)
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        "rows of zeros", "another eps", "q is read", "kept", "hooked", "written", "turned", "q is written",
-        "written without a trace",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("use", [*USES, "q is written", "written without a trace"])
 def test_it_may_be_planned(use: str) -> None:
     model = made()
     model[1].use = use
-    if use == "kept":
-        model[1].use, model[1].held = "plainly", []
     ours = patched(model)
     assert_same_step(ours, model, rows())
     if use in ("q is read", "turned", "another eps"):
@@ -162,6 +150,7 @@ class Clips(nn.Module):
         self.seen: list[torch.dtype] = []
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x.float()
         clipped = F.normalize(x, dim=-1)
         self.seen.append(clipped.dtype)
         return clipped + F.normalize(x, dim=-1, eps=5.0)
@@ -169,12 +158,12 @@ class Clips(nn.Module):
 
 @pytest.mark.parametrize("mode", [FP32, AUTOCAST], ids=["fp32", "autocast"])
 def test_what_a_part_normalises_is_left_to_torch(mode: Mode) -> None:
-    model = nn.Sequential(Around(Clips()))
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Around(Clips()))
     with torch.autocast("cpu", torch.bfloat16, enabled=mode.autocast is not None):
         ours = patched(model)
     found, own = (step(one, rows(), mode) for one in (ours, model))
     assert_accurate(found, own, truth_of(model, rows()), mode)
-    assert set(ours[0].part.seen) == set(model[0].part.seen) - {torch.float64}
+    assert set(ours[1].part.seen) == set(model[1].part.seen) == {torch.float32}
 
 
 class InFloat32(nn.Module):
