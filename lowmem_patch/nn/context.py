@@ -30,6 +30,18 @@ def product_dtype(given: torch.dtype, weight: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device)
 
 
+def to_save(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight for an op of ours that computes in ``dtype`` and saves the weight as it is given.
+
+    Parameters, and views of them, are in memory anyway. One that is computed (standardised, normed) is cast
+    first, as torch's own op saves that cast, and nobody the weight itself.
+    """
+    if weight.dtype == dtype or weight.is_leaf:
+        return weight
+    base = weight._base
+    return weight if base is not None and base.is_leaf else weight.to(dtype)
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether torch looks for tensors among what enters and leaves the module, to hook on, or calls hooks for
     every module, ours and those that ours stand for."""

@@ -21,7 +21,7 @@ from lowmem_patch.functional import (
     without_autocast,
     without_torch_function,
 )
-from lowmem_patch.nn.context import autocast_dtype, is_foreign, product_dtype
+from lowmem_patch.nn.context import autocast_dtype, is_foreign, product_dtype, to_save
 from lowmem_patch.nn.deferred import Unstored
 from lowmem_patch.reference import cast
 
@@ -126,4 +126,4 @@ def read_convolution(
     dimensions = 2 + int(func.__name__[len("conv")])  # of a batch, for conv2d
     if dtype is None or not call.is_known(dimensions, dtype) or is_transformed():
         return NotImplemented
-    return _call(x, call.weight, call.bias, call.settings, dtype)
+    return _call(x, to_save(call.weight, dtype), call.bias, call.settings, dtype)

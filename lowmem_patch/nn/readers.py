@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lowmem_patch.functional import in_compiler
-from lowmem_patch.nn.context import autocast_dtype, is_foreign, product_dtype
+from lowmem_patch.nn.context import autocast_dtype, is_foreign, product_dtype, to_save
 from lowmem_patch.nn.deferred import READERS, Deferred, Unstored, value_of
 from lowmem_patch.nn.deferred_casts import Cast
 from lowmem_patch.nn.deferred_convolutions import read_convolution
@@ -42,7 +42,7 @@ def _project(h: Deferred, weight: Any, bias: Any) -> Any:
     dtype = product_dtype(h.dtype, weight)
     if dtype is None:
         return NotImplemented  # torch's own error for mixed dtypes
-    return h.op.linear(h, Projection(weight, bias), dtype)
+    return h.op.linear(h, Projection(to_save(weight, dtype), bias), dtype)
 
 
 def _read_linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -30,6 +30,7 @@ from lowmem_patch.planning import floor_sites
 from lowmem_patch.planning.floor_items import Floor, FloorItem
 from lowmem_patch.planning.floor_sites import SiteCall, find_sites, gamma_trains, let_go, live_ops
 from lowmem_patch.strategies.activations import normed_channels
+from lowmem_patch.strategies.cosine_attention import unit_rows
 from lowmem_patch.strategies.protocol import Facts
 from lowmem_patch.tracing.call_arguments import dropout_call, weight_matmul
 from lowmem_patch.tracing.consumers import gathers_for_a_weight
@@ -53,6 +54,11 @@ _FLAGS_PER_BYTE = 8
 _MATMULS = WEIGHT_MATMULS | MATMULS
 _PART_OF = REARRANGES | SELECTS | Role.CAST
 _SAME_VALUES = _PART_OF | Role.DROPOUT  # where no element is lost
+
+
+def _statistics(output: Tensor) -> int:
+    """Bytes of one number for each row of a norm's output."""
+    return _STATISTIC * (output.numel() // max(1, output.shape[-1]))
 
 
 def count_floor(facts: Facts) -> Floor:
@@ -83,7 +89,8 @@ class _FloorCount:
             for module in dict.fromkeys(saver.module for saver in storage.savers):
                 self.saved_by.setdefault(module, []).append(storage)
         self.live = live_ops(trace)
-        self.let_go = let_go(trace, self.live)
+        self.let_go = let_go(trace, self.live) | set(floor_sites.of_cosine_attention(facts))
+        self.unit_rows = [op for op, alone in unit_rows(facts) if alone]
         self.gathered = self._count_gathered()
 
     def count(self) -> Floor:
@@ -142,6 +149,9 @@ class _FloorCount:
                 item = FloorItem(storage.savers[0].module, "attention", storage.bytes)
                 self.items["attention", storage.key] = item
                 self.attention.add(storage.key)
+        for op in self.unit_rows:
+            item = FloorItem(op.module, "codes and statistics", _statistics(op.outputs[0]))
+            self.items["statistics", id(op.outputs[0])] = item
 
     def _matmul(self, op: Op) -> tuple[Tensor, Tensor] | None:
         """Input and weight of a matmul of a parameter."""
@@ -384,9 +394,8 @@ class _FloorCount:
         if not seen and (source.requires_grad or gamma_trains(self.modules[norm.module])):
             self._add(output, norm.module, "norms")
         if source.requires_grad and not self._is_of_activation(norm):
-            rows = output.numel() // max(1, output.shape[-1])
             # of a batch norm there are fewer, one for each channel
             own = sum(s.bytes for s in held if math.prod(s.shape) < source.numel())
-            size = min(rows * _STATISTIC, own)
+            size = min(_statistics(output), own)
             item = FloorItem(norm.module, "codes and statistics", size)
             self.items["statistics", id(output)] = item

@@ -4,12 +4,13 @@ holds on to: those through which an output has a gradient."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from lowmem_patch.strategies.cosine_attention import scaled_scores, unit_rows
 from lowmem_patch.strategies.protocol import Facts
 from lowmem_patch.strategies.rotary import turned_of
 from lowmem_patch.tracing.base_model import is_leaf
@@ -196,9 +197,11 @@ def is_turned(trace: Trace, norm: SiteCall, saved: set[int]) -> bool:
     """
     paths = turned_of(trace, norm.module, norm.output)
     swaps = any(path.op is not None and path.op.role.has(Role.CONCATENATION) for path in paths)
-    size = norm.output.numel()
+    size, reached = norm.output.numel(), {id(path.end) for path in paths}
     ends = (
-        path.end for path in paths if path.end.numel() == size and not any(map(_copies, path.ops))
+        path.end
+        for path in paths
+        if path.end.numel() == size and not any(_copies(op, reached) for op in path.ops)
     )
     return swaps and any(storage_key(end) in saved or _is_cast_for(trace, end) for end in ends)
 
@@ -213,10 +216,17 @@ def _is_cast_for(trace: Trace, tensor: Tensor) -> bool:
     )
 
 
-def _copies(op: Op) -> bool:
-    """Whether it concatenates one tensor with nothing, as a cache does at first."""
+def _copies(op: Op, turned: Set[int]) -> bool:
+    """Whether it concatenates one tensor with nothing, as a cache does at first.
+
+    A rotation of all columns may do so too, with what is left of its own input: no copy, as it is one op.
+
+    Args:
+        turned: ids of what is made of the norm's output.
+    """
     whole = any(tensor.numel() == op.outputs[0].numel() for tensor in op.reads)
-    return op.role.has(Role.CONCATENATION) and whole
+    others = any(id(tensor) not in turned for tensor in op.reads)
+    return op.role.has(Role.CONCATENATION) and whole and others
 
 
 def _module_role(facts: Facts, call: Call) -> Role:
@@ -269,6 +279,20 @@ def let_go(trace: Trace, live: Sequence[Op]) -> set[int]:
     for op in trace.ops:
         keys[id(op) in held].update(_storages((*op.reads, *op.outputs)))
     return keys[False] - keys[True]
+
+
+def of_cosine_attention(facts: Facts) -> Iterator[int]:
+    """Keys of storages that are saved to normalise queries and keys, or for a scale of scores, alone: q and k
+    follow from what their matmul saves and the length of each row, and scores are its product."""
+    rows = {op.module for op, alone in unit_rows(facts) if alone}
+    scores = {storage_key(value) for value, _ in scaled_scores(facts)}
+    for storage in facts.trace.saved.storages:
+        roles = {role_of(saver.function) for saver in storage.savers}
+        of_rows = all(role.has(Role.UNIT_ROWS) for role in roles)
+        within = all(saver.module in rows for saver in storage.savers)
+        scaled = storage.key in scores and all(role.has(Role.PRODUCT) for role in roles)
+        if (of_rows and within) or scaled:
+            yield storage.key
 
 
 def _storages(tensors: Iterable[Tensor]) -> Iterator[int]:

@@ -63,14 +63,19 @@ def _unit_rows(facts: Facts) -> dict[str, int]:
     """Modules that normalise rows for matmuls alone, and the bytes of one such tensor."""
     found: dict[str, int] = {}
     others: set[str] = set()
-    for op in _own_ops(facts, Role.UNIT_ROWS):
-        if normalized_rows(op.args, op.kwargs) is None or not op.outputs[0].requires_grad:
-            continue
-        if _is_for_matmuls(facts.trace, op):
+    for op, alone in unit_rows(facts):
+        if alone:
             found[op.module] = op.outputs[0].nbytes
         else:
             others.add(op.module)
     return {name: size for name, size in found.items() if name not in others}
+
+
+def unit_rows(facts: Facts) -> Iterator[tuple[Op, bool]]:
+    """The ops that normalise rows through which there is a gradient, and whether matmuls alone read these."""
+    for op in _own_ops(facts, Role.UNIT_ROWS):
+        if normalized_rows(op.args, op.kwargs) is not None and op.outputs[0].requires_grad:
+            yield op, _is_for_matmuls(facts.trace, op)
 
 
 def _is_for_matmuls(trace: Trace, op: Op) -> bool:
@@ -92,15 +97,21 @@ def _moves(op: Op, tensor: Tensor) -> bool:
 def _scaled(facts: Facts, rows: Container[str]) -> Iterator[tuple[str, int]]:
     """Modules whose matmul's product is read by a product with a scale that trains, and its bytes."""
     made = facts.once("makers", lambda: makers(facts.trace))
-    for op in _own_ops(facts, Role.PRODUCT):
-        value = first_input(op)
-        maker = None if value is None else made.get(id(value))
-        if value is None or maker is None or not _is_scaled(facts, op, value, maker):
-            continue
+    for value, maker in scaled_scores(facts):
         # torch's matmul may have saved copies
         written = facts.writes.later(maker.reads, facts.trace.ops.index(maker))
         if written is None and all(_is_saved(facts, made, one, rows) for one in maker.reads):
-            yield op.module, value.nbytes
+            yield maker.module, value.nbytes
+
+
+def scaled_scores(facts: Facts) -> Iterator[tuple[Tensor, Op]]:
+    """Results of matmuls that are read by a product with a scale that trains alone, and the matmuls."""
+    made = facts.once("makers", lambda: makers(facts.trace))
+    for op in _own_ops(facts, Role.PRODUCT):
+        value = first_input(op)
+        maker = None if value is None else made.get(id(value))
+        if value is not None and maker is not None and _is_scaled(facts, op, value, maker):
+            yield value, maker
 
 
 def _is_scaled(facts: Facts, op: Op, value: Tensor, maker: Op) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from transformers import Glm4MoeConfig, Glm4MoeModel
 
 from lowmem_patch import plan_patch, saved_bytes
 from lowmem_patch.planning.floor import count_floor
@@ -205,3 +206,18 @@ def test_what_is_divided_behind_a_softmax_is_computed_again() -> None:
         model = Sinkhorn(turns)
         trace = trace_forward(Shadow(model, ExampleInputs((x,)), None))
         assert count_floor(Facts(model, model, trace, {})).total == 2 * ONE
+
+
+def test_a_rotation_that_concatenates_nothing_is_no_copy() -> None:
+    """Of a head whose columns are all rotated, what is left is an empty tensor; a cache's is another one."""
+    config = Glm4MoeConfig(
+        vocab_size=20, hidden_size=16, intermediate_size=24, num_hidden_layers=1, head_dim=8,
+        num_attention_heads=2, num_key_value_heads=1, use_qk_norm=True, first_k_dense_replace=1,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+    )  # fmt: skip
+    found = {}
+    for use_cache in (False, True):
+        inputs = {"input_ids": torch.arange(ROWS)[None], "use_cache": use_cache}
+        found[use_cache] = plan_patch(Glm4MoeModel(config).train(), "exact", example_inputs=inputs)
+        assert found[use_cache].floor <= found[use_cache].saved_after
+    assert found[True].floor - found[False].floor == ROWS * 8 * 4  # the keys that it copies

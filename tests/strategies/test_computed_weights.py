@@ -1,0 +1,59 @@
+"""Weights that a forward computes: under autocast their cast is saved, as torch's own op saves it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from lowmem_patch import patch_model, saved_bytes
+from tests.support.judge import assert_accurate
+from tests.support.step import AUTOCAST, FP32, Mode, step, truth_of
+
+WIDTH, HIDDEN, ROWS, SIDE = 32, 64, 8, 6
+
+
+class Standardised(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.weight.reshape(1, self.out_channels, -1)  # as BiT and NFNet do it
+        weight = F.batch_norm(rows, None, None, training=True).reshape_as(self.weight)
+        return F.conv2d(x, weight, self.bias, self.stride, self.padding)
+
+
+def linears() -> tuple[nn.Module, Tensor]:
+    last = weight_norm(nn.Linear(HIDDEN, WIDTH))
+    return nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), last), torch.randn(ROWS, WIDTH)
+
+
+def convolutions() -> tuple[nn.Module, Tensor]:
+    parts = (
+        Standardised(3, WIDTH, 3),
+        nn.GroupNorm(4, WIDTH),
+        nn.ReLU(),
+        Standardised(WIDTH, WIDTH, 3),
+    )
+    return nn.Sequential(*parts), torch.randn(2, 3, SIDE, SIDE)
+
+
+@pytest.mark.parametrize("planned", [FP32, AUTOCAST], ids=["planned-without", "planned-under"])
+@pytest.mark.parametrize("build", [linears, convolutions])
+def test_no_float32_copy_of_a_computed_weight_is_saved(
+    build: Callable[[], tuple[nn.Module, Tensor]], planned: Mode
+) -> None:
+    torch.manual_seed(0)
+    model, x = build()
+    with torch.autocast("cpu", torch.bfloat16, enabled=planned is AUTOCAST):
+        ours = patch_model(copy.deepcopy(model), "exact", example_inputs=x)
+    saved = []
+    for one in (ours, model):
+        with torch.autocast("cpu", torch.bfloat16), saved_bytes(one) as counted:
+            one(x)
+        saved.append(counted.activations)
+    assert saved[0] < saved[1]
+    found, own = (step(one, x, AUTOCAST) for one in (ours, model))
+    assert_accurate(found, own, truth_of(model, x), AUTOCAST)
