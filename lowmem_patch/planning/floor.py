@@ -38,7 +38,6 @@ from lowmem_patch.tracing.dataflow import backward, first_input, makers
 from lowmem_patch.tracing.op_roles import (
     MATMULS,
     OF_ELEMENTS,
-    OF_LOGITS,
     REARRANGES,
     SELECTS,
     WEIGHT_MATMULS,
@@ -48,17 +47,11 @@ from lowmem_patch.tracing.op_roles import (
 from lowmem_patch.tracing.saved_bytes import SavedStorage, storage_key
 from lowmem_patch.tracing.trace import Op
 
-_STATISTIC = 4  # bytes of rstd per row: float32 whatever the activations are
 _CODE_BITS = 2
 _FLAGS_PER_BYTE = 8
 _MATMULS = WEIGHT_MATMULS | MATMULS
 _PART_OF = REARRANGES | SELECTS | Role.CAST
 _SAME_VALUES = _PART_OF | Role.DROPOUT  # where no element is lost
-
-
-def _statistics(output: Tensor) -> int:
-    """Bytes of one number for each row of a norm's output."""
-    return _STATISTIC * (output.numel() // max(1, output.shape[-1]))
 
 
 def count_floor(facts: Facts) -> Floor:
@@ -77,6 +70,9 @@ class _FloorCount:
         self.widths: dict[int, int] = {}  # fewest bytes an element that a matmul reads, by root
         self.items: dict[object, FloorItem] = {}
         self.attention: set[int] = set()  # keys of storages
+        self.of_logits: set[int] = (
+            set()
+        )  # ids: what is made of a head's logits, up to their cross entropy
         # what elementwise functions made is computed again of what they read
         self.elementwise = {
             storage_key(op.outputs[0])
@@ -150,7 +146,9 @@ class _FloorCount:
                 self.items["attention", storage.key] = item
                 self.attention.add(storage.key)
         for op in self.unit_rows:
-            item = FloorItem(op.module, "codes and statistics", _statistics(op.outputs[0]))
+            item = FloorItem(
+                op.module, "codes and statistics", floor_sites.statistics_of(op.outputs[0])
+            )
             self.items["statistics", id(op.outputs[0])] = item
 
     def _matmul(self, op: Op) -> tuple[Tensor, Tensor] | None:
@@ -349,12 +347,8 @@ class _FloorCount:
             logits = first_input(op)
             if not op.role.has(Role.CROSS_ENTROPY) or logits is None:
                 continue
-            forms = backward(
-                self.makers,
-                logits,
-                lambda op, _: first_input(op) if op.role.has(OF_LOGITS) else None,
-            )
-            maker = self.makers.get(id(list(forms)[-1]))
+            forms = floor_sites.forms_of_logits(self.makers, logits)
+            maker = self.makers.get(id(forms[-1]))
             matmul = None if maker is None else weight_matmul(maker.name, maker.args, maker.kwargs)
             if maker is None or matmul is None or not matmul.input.requires_grad:
                 continue
@@ -362,6 +356,7 @@ class _FloorCount:
             width = min(self._root(matmul.input)[1], maker.outputs[0].element_size())
             size = rows * matmul.input.shape[-1] * width
             self.items["loss", id(logits)] = FloorItem(maker.module, "head and loss", size)
+            self.of_logits.update(map(id, forms))
 
     def _dropouts(self, inputs: set[int]) -> None:
         """Masks, for the gradient of the dropout's input and for a matmul that trains behind it."""
@@ -379,7 +374,7 @@ class _FloorCount:
         live = {id(output) for op in self.live for output in op.outputs}
         for module, source, output in self.activations.values():
             forms = (source, self._before_numbers(source), self._before_channels(source))
-            known = any(map(self._is_saved, forms)) or id(output) not in live
+            known = any(map(self._is_saved, forms)) or id(output) not in live - self.of_logits
             if source.requires_grad and not known:
                 size = -(-source.numel() * self._code_bits(output) // 8)
                 self.items["codes", id(output)] = FloorItem(module, "codes and statistics", size)
@@ -396,6 +391,6 @@ class _FloorCount:
         if source.requires_grad and not self._is_of_activation(norm):
             # of a batch norm there are fewer, one for each channel
             own = sum(s.bytes for s in held if math.prod(s.shape) < source.numel())
-            size = min(_statistics(output), own)
+            size = min(floor_sites.statistics_of(output), own)
             item = FloorItem(norm.module, "codes and statistics", size)
             self.items["statistics", id(output)] = item

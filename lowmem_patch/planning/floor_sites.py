@@ -16,7 +16,7 @@ from lowmem_patch.strategies.rotary import turned_of
 from lowmem_patch.tracing.base_model import is_leaf
 from lowmem_patch.tracing.call_arguments import is_square
 from lowmem_patch.tracing.dataflow import backward, first_input
-from lowmem_patch.tracing.op_roles import MATMULS, OF_ELEMENTS, Role, role_of
+from lowmem_patch.tracing.op_roles import MATMULS, OF_ELEMENTS, OF_LOGITS, Role, role_of
 from lowmem_patch.tracing.probes import NormSpec, looks_like_norm
 from lowmem_patch.tracing.saved_bytes import SavedStorage, storage_key
 from lowmem_patch.tracing.shadow import tensors_in
@@ -293,6 +293,19 @@ def of_cosine_attention(facts: Facts) -> Iterator[int]:
         scaled = storage.key in scores and all(role.has(Role.PRODUCT) for role in roles)
         if (of_rows and within) or scaled:
             yield storage.key
+
+
+def forms_of_logits(makers: dict[int, Op], logits: Tensor) -> list[Tensor]:
+    """Logits, and what they were made of, up to what their head gave: casts, parts, soft caps."""
+    source = backward(
+        makers, logits, lambda op, _: first_input(op) if op.role.has(OF_LOGITS) else None
+    )
+    return list(source)
+
+
+def statistics_of(output: Tensor) -> int:
+    """Bytes of one number for each row of a norm's output: float32, whatever that is."""
+    return torch.float32.itemsize * (output.numel() // max(1, output.shape[-1]))
 
 
 def _storages(tensors: Iterable[Tensor]) -> Iterator[int]:

@@ -98,7 +98,7 @@ def _feeds_autocast(facts: Facts, name: str, rotation: Rotation) -> tuple[bool, 
     calls = facts.calls_of(name)
     around = {call.autocast for call in calls}
     fed = [
-        feed_autocast(find_consumers(facts.trace, op.outputs), around)
+        feed_autocast(find_consumers(facts.trace, _with_rest(facts, made, op).outputs), around)
         for call in calls
         for op in facts.trace.ops[call.first_op : call.last_op]
         if op.module == name and _is_turn(made, op)
@@ -134,7 +134,7 @@ def _sums_q_first(rotation: Rotation) -> bool:
 
 
 def _is_turn(made: Mapping[int, Op], op: Op) -> bool:
-    """Whether an op adds x cos and rotate_half(x) sin, the last step of a rotation of all columns."""
+    """Whether an op adds x cos and rotate_half(x) sin, the last step of a rotation of these columns."""
     products = [made.get(id(tensor)) for tensor in op.reads]
     if not op.role.has(Role.SUM) or len(products) != 2:
         return False
@@ -143,6 +143,32 @@ def _is_turn(made: Mapping[int, Op], op: Op) -> bool:
         for product in products
     )
     return _reads_halves(made, one, of=other) or _reads_halves(made, other, of=one)
+
+
+def _with_rest(facts: Facts, made: Mapping[int, Op], turn: Op) -> Op:
+    """The op that puts the columns that were turned beside others of the same tensor, if there is one; else
+    ``turn``. What a cache concatenates is none."""
+    output = turn.outputs[0]
+    readers = facts.trace.consumers.get(id(output), ())
+    if len(readers) != 1 or id(output) in facts.trace.outputs:
+        return turn
+    (reader,) = readers
+    of = {
+        id(whole) for one in turn.reads for x in made[id(one)].reads for whole in _wholes(made, x)
+    }
+    beside = [tensor for tensor in reader.reads if tensor is not output]
+    joins = reader.role.has(Role.CONCATENATION) and reader.module == turn.module
+    same = all(not of.isdisjoint(map(id, _wholes(made, tensor))) for tensor in beside)
+    return reader if joins and same else turn
+
+
+def _wholes(made: Mapping[int, Op], tensor: Tensor) -> list[Tensor]:
+    """What a tensor is a selection of."""
+
+    def source_of(op: Op, _: Tensor) -> Tensor | None:
+        return first_input(op) if op.role.has(SELECTS) else None
+
+    return list(backward(made, tensor, source_of))[1:]
 
 
 def _reads_halves(made: Mapping[int, Op], factors: list[Tensor], of: list[Tensor]) -> bool:

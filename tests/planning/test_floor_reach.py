@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from transformers import Glm4MoeConfig, Glm4MoeModel
+from transformers import Gemma2Config, Gemma2ForCausalLM, Glm4MoeConfig, Glm4MoeModel
 
 from lowmem_patch import plan_patch, saved_bytes
 from lowmem_patch.planning.floor import count_floor
@@ -221,3 +221,14 @@ def test_a_rotation_that_concatenates_nothing_is_no_copy() -> None:
         found[use_cache] = plan_patch(Glm4MoeModel(config).train(), "exact", example_inputs=inputs)
         assert found[use_cache].floor <= found[use_cache].saved_after
     assert found[True].floor - found[False].floor == ROWS * 8 * 4  # the keys that it copies
+
+
+def test_a_soft_cap_of_logits_needs_no_codes() -> None:
+    config = Gemma2Config(
+        vocab_size=20_000, hidden_size=16, intermediate_size=24, num_hidden_layers=1, head_dim=8,
+        num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    ids = torch.arange(ROWS)[None]
+    inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
+    report = plan_patch(Gemma2ForCausalLM(config).train(), "exact", example_inputs=inputs)
+    assert report.floor <= report.saved_after

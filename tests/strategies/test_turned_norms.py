@@ -1,4 +1,4 @@
-"""Norms of queries and keys save what the rotary embedding makes of them (Qwen3, Gemma 3, OLMo 2)."""
+"""Norms of queries and keys save what the rotary embedding makes of them (Qwen3, OLMo 2, GLM-4.5)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 from transformers.models.qwen3 import modeling_qwen3
 
 from lowmem_patch import patch_model, patch_report, saved_bytes
@@ -35,10 +28,17 @@ SIZES: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 40, "use_cache": False,
 }  # fmt: skip
+HALF: dict[str, Any] = {
+    "head_dim": 8, "use_qk_norm": True, "first_k_dense_replace": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}  # fmt: skip
 MODELS: dict[str, Any] = {
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8)),
-    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, head_dim=8)),
-    "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**SIZES)),
+    "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**SIZES, head_dim=8)),
+    "gemma3": lambda: hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**SIZES, head_dim=8)),
+    "olmo2": lambda: hf.Olmo2ForCausalLM(hf.Olmo2Config(**SIZES)),
+    "glm4": lambda: hf.Glm4MoeForCausalLM(
+        hf.Glm4MoeConfig(**SIZES, **HALF)
+    ),  # turns half of a head
 }
 ROWS = 2 * 6
 
@@ -101,7 +101,9 @@ def test_under_autocast_the_copy_is_held_that_attention_reads(name: str, use_cac
             outputs = ours(**inputs)
     del outputs
     width = 4 * 8 if name != "olmo2" else 16
-    size = 4 if name == "qwen3" else 2  # the others' norms give the dtype that they are given
+    size = (
+        4 if name in ("qwen3", "glm4") else 2
+    )  # the others' norms give the dtype that they are given
     # a cache holds keys in float32, and a norm what was copied for it
     keys = 0 if use_cache else width // 2
     assert without.activations - now.activations == 2 * ROWS * (width + keys) * size
