@@ -97,10 +97,11 @@ class _FloorCount:
             if op.autocast:
                 width = min(width, op.outputs[0].element_size())
             self._note_width(x, width)
-            # one tensor that is held as it is, or what was made of it, which may be narrower
+            # what is held as it is, or what was made of it, which may be narrower
             sources = list(self._sources(x))
-            if len(sources) == 1 and sources[0].numel() == x.numel():
-                self._note_width(sources[0], width)
+            if sum(source.numel() for source in sources) == x.numel():
+                for source in sources:
+                    self._note_width(source, width)
         for op, (x, weight) in matmuls:
             if weight.requires_grad and op.outputs[0].requires_grad:  # not under no_grad
                 for source in self._sources(x):
@@ -385,7 +386,7 @@ class _FloorCount:
         if not any(math.prod(storage.shape) >= source.numel() for storage in held):
             return  # constants, as those of a frozen batch norm, need no input
         seen = self._is_saved(output) or all(map(self._is_saved, self._sources(source)))
-        seen = seen or floor_sites.is_turned(self.trace, norm, self.attention)
+        seen = seen or floor_sites.is_for_attention(self.trace, norm, self.attention)
         if not seen and (source.requires_grad or gamma_trains(self.modules[norm.module])):
             self._add(output, norm.module, "norms")
         if source.requires_grad and not self._is_of_activation(norm):

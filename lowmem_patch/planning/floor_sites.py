@@ -16,7 +16,7 @@ from lowmem_patch.strategies.rotary import turned_of
 from lowmem_patch.tracing.base_model import is_leaf
 from lowmem_patch.tracing.call_arguments import is_square
 from lowmem_patch.tracing.dataflow import backward, first_input
-from lowmem_patch.tracing.op_roles import MATMULS, OF_ELEMENTS, OF_LOGITS, Role, role_of
+from lowmem_patch.tracing.op_roles import MATMULS, OF_ELEMENTS, OF_LOGITS, REARRANGES, Role, role_of
 from lowmem_patch.tracing.probes import NormSpec, looks_like_norm
 from lowmem_patch.tracing.saved_bytes import SavedStorage, storage_key
 from lowmem_patch.tracing.shadow import tensors_in
@@ -189,13 +189,17 @@ def is_cast(storage: SavedStorage, softmax: SavedStorage, module: str) -> bool:
     )
 
 
-def is_turned(trace: Trace, norm: SiteCall, saved: set[int]) -> bool:
-    """Whether a rotary embedding, which has an inverse, made of a norm's output what is saved for attention.
+def is_for_attention(trace: Trace, norm: SiteCall, saved: set[int]) -> bool:
+    """Whether attention saves a norm's output in autocast's dtype, or what a rotary embedding, which has an
+    inverse, made of it.
 
     Args:
         saved: keys of storages.
     """
     paths = turned_of(trace, norm.module, norm.output)
+    moved = (path.end for path in paths if all(op.role.has(REARRANGES) for op in path.ops))
+    if any(_is_cast_for(trace, end) for end in moved):
+        return True
     swaps = any(path.op is not None and path.op.role.has(Role.CONCATENATION) for path in paths)
     size, reached = norm.output.numel(), {id(path.end) for path in paths}
     ends = (

@@ -232,3 +232,33 @@ def test_a_soft_cap_of_logits_needs_no_codes() -> None:
     inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
     report = plan_patch(Gemma2ForCausalLM(config).train(), "exact", example_inputs=inputs)
     assert report.floor <= report.saved_after
+
+
+class InAutocast(nn.Module):
+    """A norm in front of attention, and a Linear of two tables' rows."""
+
+    def __init__(self, between: str) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.tables = nn.ModuleList(nn.Embedding(ROWS, WIDTH // 2) for _ in range(2))
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.between == "tables":
+            numbers = torch.arange(ROWS)
+            return self.first(torch.cat([table(numbers) for table in self.tables], -1))
+        q = self.norm(self.first(x).float()).view(1, ROWS, 2, -1).transpose(1, 2)
+        y: Tensor = nn.functional.scaled_dot_product_attention(q, q, q)
+        return y
+
+
+def test_what_autocast_casts_counts_once_and_in_its_dtype() -> None:
+    found = {}
+    for between in ("norm", "tables"):
+        with torch.autocast("cpu", torch.bfloat16):
+            report = plan_patch(
+                InAutocast(between), "exact", example_inputs=torch.ones(ROWS, WIDTH)
+            )
+        found[between] = {kind: size for kind, size in report.kinds.floor.items() if size}
+    assert "norms" not in found["norm"]
+    assert found["tables"] == {"linear inputs": ONE // 2}
