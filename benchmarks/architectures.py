@@ -2,7 +2,8 @@
 
     python benchmarks/architectures.py --json benchmarks/results/architectures-h200.json
     python benchmarks/architectures.py --autocast --json benchmarks/results/architectures-autocast-h200.json
-    python benchmarks/architectures.py --device cpu --only gpt2 --layers 1 --batch 1 --length 16   # a trial
+    python benchmarks/architectures.py --autocast --compile --only BERT ResNet-50
+    python benchmarks/architectures.py --device cpu --only gpt-2 --layers 1 --batch 1 --length 16   # a trial
 
 Each model has four layers, or all where a vision model counts them by stages, at the widths of its config's
 defaults or of a published checkpoint; random weights in bfloat16, or in float32 under autocast, as trainers'
@@ -182,7 +183,7 @@ def step_ms(model: nn.Module, inputs: ExampleInputs, on_gpu: bool) -> float:
 
 
 def measure(
-    case: Case, device: str, layers: int, *, autocast: bool = False
+    case: Case, device: str, layers: int, *, autocast: bool = False, compiled: bool = False
 ) -> dict[str, dict[str, float]]:
     torch.manual_seed(0)
     model, inputs = build(case, device, layers, torch.float32 if autocast else torch.bfloat16)
@@ -190,8 +191,10 @@ def measure(
     with context:
         given = inputs.kwargs or inputs.args
         patched = patch_model(copy.deepcopy(model), "auto", example_inputs=given)
-    if autocast:  # around each forward, as trainers do: it holds casts of weights until it ends
-        for one in (model, patched):
+    for one in (model, patched):
+        if compiled:
+            one.forward = torch.compile(one.forward)
+        if autocast:  # around each forward, as trainers do: it holds casts of weights until it ends
             one.forward = context(one.forward)
     return measured({"unpatched": model, "auto": patched}, inputs, device == "cuda")
 
@@ -221,28 +224,36 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--only", default="", help="only architectures whose name contains this")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="NAME",
+        help="only these architectures, or whose names contain it",
+    )
     parser.add_argument("--layers", type=int, default=4, help="of those that count them")
     parser.add_argument("--batch", type=int, help="instead of each one's own")
     parser.add_argument("--length", type=int, help="of sequences, instead of each one's own")
     parser.add_argument(
         "--autocast", action="store_true", help="float32 weights, bfloat16 autocast"
     )
+    parser.add_argument("--compile", action="store_true", help="torch.compile both")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no GPU: give --device cpu for a trial")
     verbosity: Any = hf.logging  # has no types
     verbosity.set_verbosity_error()
-    chosen = {name: case for name, case in CASES.items() if options.only.lower() in name.lower()}
+    chosen = dict.fromkeys(name for asked in options.only or CASES for name in _named(asked))
     if not chosen:
-        parser.error(f"--only {options.only}: known are {', '.join(CASES)}")
+        parser.error(f"--only {' '.join(options.only)}: known are {', '.join(CASES)}")
     results: dict[str, Any] = {"environment": environment(options.device), "cases": {}}
-    for name, case in chosen.items():
+    for name in chosen:
+        case = CASES[name]
         given = case._replace(batch=options.batch or case.batch)
         if options.length and "input_ids" in _inputs_of(case):
             given = given._replace(length=options.length)
-        found = measure(given, options.device, options.layers, autocast=options.autocast)
+        settings = {"autocast": options.autocast, "compiled": options.compile}
+        found = measure(given, options.device, options.layers, **settings)
         unit = "tokens" if "input_ids" in _inputs_of(case) else "pixels"
         batch = {"model": given.model, "batch": given.batch, "length": given.length, "unit": unit}
         results["cases"][name] = {**batch, **found}
@@ -255,8 +266,16 @@ def main() -> None:
         if options.json:
             options.json.write_text(json.dumps(results, indent=1) + "\n")
         gc.collect()
+        torch.compiler.reset()
         if options.device == "cuda":
             torch.cuda.empty_cache()
+
+
+def _named(asked: str) -> list[str]:
+    """The architecture of this name, or all whose names contain it."""
+    lower = {name.lower(): name for name in CASES}
+    known = lower.get(asked.lower())
+    return [known] if known else [name for low, name in lower.items() if asked.lower() in low]
 
 
 def _inputs_of(case: Case) -> str:
