@@ -267,6 +267,17 @@ def test_recomputed_blocks(reentrant: bool) -> None:
     assert_same_step(Recomputed(ours), Recomputed(model), rows())
 
 
+# torch's compiler, of a function of autograd
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("mode", [FP32, AUTOCAST], ids=["fp32", "autocast"])
+def test_compiled(mode: Mode) -> None:
+    model = made()
+    ours = patched(model)
+    torch._dynamo.reset()
+    net = torch.compile(ours, backend="aot_eager_decomp_partition", fullgraph=True)
+    assert_same_step(net, model, rows(), mode)
+
+
 def test_a_scale_that_repeats_the_scores_is_left_to_torch() -> None:
     scores = torch.randn(1, HEADS, 4, 4)
     assert scales(scores, torch.ones(HEADS, 1, 1)) and scales(scores, torch.ones(()))

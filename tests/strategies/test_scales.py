@@ -312,13 +312,14 @@ def test_a_checkpointed_branch_computes_the_same(reentrant: bool) -> None:
 
 # torch's compiler, of a function of autograd
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("mode", ["fp32", "autocast"])
 @pytest.mark.parametrize("name", ["behind an activation", "of a plain input", "one gate"])
-def test_compiled_saves_no_output_and_computes_the_same(name: str) -> None:
+def test_compiled_saves_no_output_and_computes_the_same(name: str, mode: str) -> None:
     model = made(name)
     ours = patched(model, (batch(),))
     torch._dynamo.reset()
     net: Any = torch.compile(ours, backend="aot_eager_decomp_partition", fullgraph=True)
-    assert_same_step(net, model, batch())
+    assert_same_step(net, model, batch(), MODES[mode])
     counts = []
     for one in (ours, net):
         _, storages = saved_storages(lambda one=one: one(batch()))
