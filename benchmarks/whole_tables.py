@@ -93,7 +93,8 @@ def _with_bf16_adapters(name: str) -> str:
     share = patched["bytes_per_token"] / stock["bytes_per_token"]
     speed = stock["ms_per_token"] / patched["ms_per_token"]
     return (
-        f"With bf16 adapters the gain is smaller: a step takes {100 * share:.0f} % of the memory per token, "
+        f"With bf16 adapters the gain is smaller: a step takes {100 * share:.0f} % of the unpatched "
+        "step's memory per token, "
         f"and it is {speed:.2f} times as fast\n([table](docs/benchmarks.md#the-longest-sequence))."
     )
 

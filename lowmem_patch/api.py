@@ -20,7 +20,7 @@ from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.own import Own, within_compiled
 from lowmem_patch.planning.apply import apply_plan, undo
 from lowmem_patch.planning.changes import has_adapter, no_longer_as_patched, watch_first_forward
-from lowmem_patch.planning.check import check_outputs, refuse_unready, run_real, runs_on_data
+from lowmem_patch.planning.check import check_outputs, refuse_unready, run_unpatched, runs_on_data
 from lowmem_patch.planning.fit_model import fit_planned
 from lowmem_patch.planning.plan import Plan, trains_signature
 from lowmem_patch.planning.planner import NOT_COUNTED, counted_after, plan_model, trace_whole
@@ -203,7 +203,7 @@ def patch_model(
     _say_if_nothing(report, plan, strict)
     _say_if_budget_ends(model, asked)
     _unpatch(model)
-    before = run_real(model, inputs) if check else None
+    before = run_unpatched(model, inputs) if check else None
     apply_plan(model, plan)
     try:
         _complete(model, report, plan, inputs, before, asked)
@@ -225,7 +225,7 @@ def _complete(
         before: what the unpatched model gave, None where nobody asked for the check.
     """
     if before is not None:
-        check_outputs(before, run_real(model, inputs), model)
+        check_outputs(before, model, inputs)
         forget_reads(model)  # of the check
     if not report.saved_after:
         report = _counted(model, report, inputs)

@@ -97,6 +97,17 @@ def run_real(model: nn.Module, inputs: ExampleInputs) -> RealRun:
     return RealRun(outputs, modules)
 
 
+def run_unpatched(model: nn.Module, inputs: ExampleInputs) -> RealRun:
+    """As :func:`run_real`; PatchError where the model itself fails, as it does on inputs of another dtype."""
+    try:
+        return run_real(model, inputs)
+    except Exception as error:  # of a foreign forward
+        raise PatchError(
+            f"{type(model).__name__} is unpatched, as it fails on the example inputs without a patch, too: "
+            f"{type(error).__name__}: {error}; give inputs that it takes"
+        ) from error
+
+
 def runs_on_data(model: nn.Module, example_inputs: Any) -> bool:
     """Whether a forward works on inputs that a user gave; None stands for inputs made from the config."""
     if example_inputs is None:
@@ -136,12 +147,13 @@ def _sums(tensor: Tensor) -> Tensor:
     return torch.stack((*norms, rows.sum(dtype=torch.float64) / max(1, rows.numel()) ** 0.5))
 
 
-def check_outputs(before: RealRun, after: RealRun, model: nn.Module) -> None:
-    """Compare the outputs of the original and the patched model.
+def check_outputs(before: RealRun, model: nn.Module, inputs: ExampleInputs) -> None:
+    """Compare the outputs of the original with those of the patched ``model``.
 
     Raises:
         PatchError: an output differs by more than rounding; names the first module that does.
     """
+    after = run_real(model, inputs)
     if len(before.outputs) != len(after.outputs):
         raise PatchError(
             f"the patched model returns {len(after.outputs)} tensors, the original "

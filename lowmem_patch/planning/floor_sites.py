@@ -15,7 +15,7 @@ from lowmem_patch.strategies.protocol import Facts
 from lowmem_patch.strategies.rotary import turned_of
 from lowmem_patch.tracing.base_model import is_leaf
 from lowmem_patch.tracing.call_arguments import is_square
-from lowmem_patch.tracing.dataflow import backward, first_input
+from lowmem_patch.tracing.dataflow import Path, backward, first_input
 from lowmem_patch.tracing.op_roles import MATMULS, OF_ELEMENTS, OF_LOGITS, REARRANGES, Role, role_of
 from lowmem_patch.tracing.probes import NormSpec, looks_like_norm
 from lowmem_patch.tracing.saved_bytes import SavedStorage, storage_key
@@ -197,8 +197,7 @@ def is_for_attention(trace: Trace, norm: SiteCall, saved: set[int]) -> bool:
         saved: keys of storages.
     """
     paths = turned_of(trace, norm.module, norm.output)
-    moved = (path.end for path in paths if all(op.role.has(REARRANGES) for op in path.ops))
-    if any(_is_cast_for(trace, end) for end in moved):
+    if any(_is_cast_for(trace, path.end) for path in paths if _moves(path)):
         return True
     swaps = any(path.op is not None and path.op.role.has(Role.CONCATENATION) for path in paths)
     size, reached = norm.output.numel(), {id(path.end) for path in paths}
@@ -208,6 +207,11 @@ def is_for_attention(trace: Trace, norm: SiteCall, saved: set[int]) -> bool:
         if path.end.numel() == size and not any(_copies(op, reached) for op in path.ops)
     )
     return swaps and any(storage_key(end) in saved or _is_cast_for(trace, end) for end in ends)
+
+
+def _moves(path: Path) -> bool:
+    """Whether a value is in another order at most."""
+    return all(op.role.has(REARRANGES) for op in path.ops)
 
 
 def _is_cast_for(trace: Trace, tensor: Tensor) -> bool:

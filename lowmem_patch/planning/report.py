@@ -224,7 +224,8 @@ class PatchReport:
             )
         if stored:
             parts.append(
-                f"{len(stored)} Linears and attentions store in 8 bits what the backward reads"
+                f"{len(stored)} Linears and attentions store in 8 bits what the backward reads, also that of "
+                "norms and activations in front of them"
             )
         return [
             f"gradients: approximate at {len(self.approximate)} sites: {' and '.join(parts)}; every other "

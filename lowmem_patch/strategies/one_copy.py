@@ -73,7 +73,7 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         return Found()
     siblings = [SharedCasts(name, linears=tuple(own)) for name, own in _siblings(facts, config)]
     number = sum(len(patch.linears) for patch in siblings)
-    text = f"{number} Linears save one cast of what they read together, under autocast"
+    text = f"where autocast is on, {number} Linears that read one tensor save one cast of it"
     return Found(
         [
             *(FrozenLinear(name) for name in _frozen_linears(facts, config)),

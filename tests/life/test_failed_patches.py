@@ -93,6 +93,14 @@ def test_a_model_that_is_traced_with_data_is_patched_again() -> None:
     assert patch_report(model).config.name == "auto"
 
 
+def test_a_check_says_that_the_model_itself_fails() -> None:
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    x = torch.ones(2, 8, dtype=torch.bfloat16)
+    with pytest.raises(PatchError, match=r"without a patch, too: RuntimeError: .*dtype"):
+        patch_model(model, "exact", example_inputs=x, check=True)
+    assert not any(vars(module).keys() & {"forward"} for module in model.modules())
+
+
 def test_logits_that_a_check_read_are_not_counted(make: Make) -> None:
     inputs = FAMILIES["llama"].inputs()
     model = patch_model(make("llama"), example_inputs=inputs, check=True)
