@@ -36,10 +36,10 @@ def to_save(weight: Tensor, dtype: torch.dtype) -> Tensor:
     Parameters, and views of them, are in memory anyway. One that is computed (standardised, normed) is cast
     first, as torch's own op saves that cast, and nobody the weight itself.
     """
-    if weight.dtype == dtype or weight.is_leaf:
+    if weight.dtype == dtype:
         return weight
-    base = weight._base
-    return weight if base is not None and base.is_leaf else weight.to(dtype)
+    whole = weight if weight._base is None else weight._base
+    return weight if isinstance(whole, nn.Parameter) else weight.to(dtype)
 
 
 def has_hooks(module: nn.Module) -> bool:

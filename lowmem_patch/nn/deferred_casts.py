@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowmem_patch.functional import in_compiler, recast_linear
-from lowmem_patch.nn.deferred import Deferred, defer, value_of
+from lowmem_patch.nn.deferred import Deferred, Unstored, defer, value_of
 from lowmem_patch.nn.op import Op, Projection
 from lowmem_patch.nn.stored import keep
 
@@ -28,6 +28,14 @@ class _WaitingCast(Op):
 
     def compute(self, *sources: Tensor) -> Tensor:
         return sources[0].to(self.to)
+
+    def was_computed(self, sources: tuple[Tensor, ...]) -> None:
+        source = sources[0]
+        if isinstance(source, Unstored):
+            source.op.was_read(source)
+
+    def was_read(self, h: Any) -> None:
+        h.let_go()
 
     def gradients(self, dy: Tensor, *sources: Tensor) -> tuple[Tensor | None, ...]:
         return (dy,)  # autograd casts a gradient to the dtype of what it belongs to

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from lowmem_patch import patch_model, saved_bytes
 from lowmem_patch.nn.deferred import READERS, Unstored, defer
 from lowmem_patch.nn.deferred_ops import Activation
-from tests.support.judge import BAND
+from tests.support.judge import BAND, assert_same_step
+from tests.support.step import AUTOCAST
 
 Given = dict[str, Any]
 
@@ -203,3 +206,28 @@ def test_values_go_once_forward_and_backward_have_read_them() -> None:
     assert h.held_values() is None
     y.sum().backward()
     assert h.held_values() is None
+
+
+class Adapted(nn.Module):
+    """PEFT's LoRA of a convolution: lora_A reads the activation in its own dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.base = nn.Conv2d(4, 16, 3), nn.Conv2d(16, 8, 1)
+        self.lora_A, self.act = nn.Conv2d(16, 4, 1), nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.act(self.first(x))
+        return torch.cat([self.base(hidden), self.lora_A(hidden.float())], 1)
+
+
+def test_values_of_a_cast_go_as_well() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Adapted()), torch.randn(2, 4, 7, 7)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = patch_model(copy.deepcopy(model), "exact", example_inputs=x)
+        with saved_bytes(ours) as after:
+            ours(x)
+    hidden = 2 * 16 * 5 * 5
+    assert after.activations == 2 * x.numel() + 2 * hidden  # the input's cast and that of SiLU's
+    assert_same_step(ours, model, x, AUTOCAST)

@@ -30,6 +30,28 @@ def linears() -> tuple[nn.Module, Tensor]:
     return nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), last), torch.randn(ROWS, WIDTH)
 
 
+class Halved(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight * 0.5, self.bias)
+
+
+class Gated(nn.Module):
+    """A frozen Linear of a computed weight behind a gated product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(WIDTH, HIDDEN), nn.Linear(WIDTH, HIDDEN)
+        self.down, self.act = Halved(HIDDEN, WIDTH).requires_grad_(False), nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        down: Tensor = self.down(self.act(self.gate(x)) * self.up(x))
+        return down
+
+
+def frozen() -> tuple[nn.Module, Tensor]:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Gated()), torch.randn(ROWS, WIDTH)
+
+
 def convolutions() -> tuple[nn.Module, Tensor]:
     parts = (
         Standardised(3, WIDTH, 3),
@@ -41,7 +63,7 @@ def convolutions() -> tuple[nn.Module, Tensor]:
 
 
 @pytest.mark.parametrize("planned", [FP32, AUTOCAST], ids=["planned-without", "planned-under"])
-@pytest.mark.parametrize("build", [linears, convolutions])
+@pytest.mark.parametrize("build", [linears, frozen, convolutions])
 def test_no_float32_copy_of_a_computed_weight_is_saved(
     build: Callable[[], tuple[nn.Module, Tensor]], planned: Mode
 ) -> None:
