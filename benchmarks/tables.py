@@ -329,6 +329,11 @@ TABLES = {
     "architectures-autocast": partial(
         architectures_table, "architectures-autocast-h200.json", "--autocast "
     ),
+    "architectures-compiled": partial(
+        architectures_table,
+        "architectures-compiled-h200.json",
+        "--autocast --compile --only BERT BLOOM DINOv2 ResNet-50 EfficientNet-B0 ",
+    ),
     "diffusion": partial(diffusion_table, "diffusion-h200.json"),
     "experts": partial(gpu_table, "experts-h100.json", script="experts.py"),
     "gpu-earlier": partial(gpu_table, "models-h200-earlier.json"),
