@@ -84,6 +84,7 @@ from lowmem_patch.functional.recomputed import RowBias as RowBias
 from lowmem_patch.functional.recomputed import matrix_product as matrix_product
 from lowmem_patch.functional.recomputed import recomputed_linear as recomputed_linear
 from lowmem_patch.functional.rotary import rotary_embedding as rotary_embedding
+from lowmem_patch.functional.rotary import turned as turned
 from lowmem_patch.functional.rotary import turned_back as turned_back
 from lowmem_patch.functional.scaled_linear import scaled_linear as scaled_linear
 from lowmem_patch.functional.scaled_scores import scaled_scores as scaled_scores

@@ -87,20 +87,39 @@ def rotary_embedding(
     Raises:
         TypeError: q or k is not floating point.
     """
-    turned = []
-    dtypes = out_dtype if isinstance(out_dtype, tuple) else (out_dtype, out_dtype)
-    for name, x, dtype in (("q", q, dtypes[0]), ("k", k, dtypes[1])):
+    for_q, for_k = out_dtype if isinstance(out_dtype, tuple) else (out_dtype, out_dtype)
+    for name, x in (("q", q), ("k", k)):
         check_floating("rotary_embedding", name, x)
-        result_dtype = x.dtype if dtype is None else dtype
-        if x.stride(-1) != 1 and torch.empty_like(x, device="meta").stride(-1) != 1:
-            x = x.contiguous()
-        chosen = resolve(implementation, x, cos, sin)
-        turned.append(_apply(x, cos, sin, heads_dim, "forward", None, result_dtype, chosen))
-    return turned[0], turned[1]
+    return (
+        turned(q, cos, sin, heads_dim, for_q, implementation=implementation),
+        turned(k, cos, sin, heads_dim, for_k, implementation=implementation),
+    )
+
+
+def turned(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads_dim: int = 1,
+    out_dtype: torch.dtype | None = None,
+    *,
+    implementation: Implementation = "auto",
+) -> Tensor:
+    """What `rotary_embedding` makes of one of its tensors.
+
+    Raises:
+        TypeError: x is not floating point.
+    """
+    check_floating("rotary_embedding", "x", x)
+    result_dtype = x.dtype if out_dtype is None else out_dtype
+    if x.stride(-1) != 1 and torch.empty_like(x, device="meta").stride(-1) != 1:
+        x = x.contiguous()
+    chosen = resolve(implementation, x, cos, sin)
+    return _apply(x, cos, sin, heads_dim, "forward", None, result_dtype, chosen)
 
 
 def turned_back(
-    turned: Tensor,
+    x: Tensor,
     cos: Tensor,
     sin: Tensor,
     heads_dim: int,
@@ -110,12 +129,12 @@ def turned_back(
     """What `rotary_embedding` turned, up to the rounding of what came out; without a gradient.
 
     Args:
-        turned: q' or k'.
+        x: q' or k'.
         cos, sin, heads_dim: as there; the result is not finite where they make of a pair of columns what does
             not tell it.
         strides: of the result.
         out_dtype: dtype of the result.
     """
-    chosen = resolve("auto", turned, cos, sin)
-    back: Tensor = _rotary(turned, cos, sin, heads_dim, "inverse", strides, out_dtype, chosen)
+    chosen = resolve("auto", x, cos, sin)
+    back: Tensor = _rotary(x, cos, sin, heads_dim, "inverse", strides, out_dtype, chosen)
     return back

@@ -23,18 +23,20 @@ from lowmem_patch.functional import (
     is_exporting,
     is_sharded,
     is_transformed,
-    rotary_embedding,
+    turned,
 )
 from lowmem_patch.nn.context import autocast_dtype, is_foreign
 from lowmem_patch.nn.own import give_forward
 from lowmem_patch.nn.turned_norms import note_turned
 
-Pair = tuple[Tensor, Tensor]
+Tensors = tuple[Tensor, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Rotation:
     """A rotation by halves, ``x cos + rotate_half(x) sin``, of q and k, as a function of a module's file.
+
+    Some files have a function of one tensor, which forward calls for each: :class:`RotationOfOne`.
 
     Attributes:
         name: under which forward looks it up.
@@ -47,7 +49,7 @@ class Rotation:
     """
 
     name: str
-    function: Callable[..., Pair]
+    function: Callable[..., Any]
     optional: tuple[str, ...]
     heads_dim: int
     partial: bool
@@ -56,31 +58,38 @@ class Rotation:
 
     def __call__(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any
-    ) -> Pair:
+    ) -> Any:
         """As ``function``, which runs itself where the op does not apply."""
+        made = self._turned((q, k), cos, sin, rest, named)
+        return self.function(q, k, cos, sin, *rest, **named) if made is None else made
+
+    def _turned(
+        self, xs: Tensors, cos: Tensor, sin: Tensor, rest: tuple[Any, ...], named: dict[str, Any]
+    ) -> Tensors | None:
         given = named | dict(zip(self.optional, rest, strict=False))
         heads_dim = given.get("unsqueeze_dim", self.heads_dim)
         chosen = given.get("position_ids") is not None  # rows of cos and sin, in some files
-        if not (chosen or is_transformed() or is_exporting()):
-            foreign = any(map(is_foreign, (q, k, cos, sin)))  # to which torch functions may matter
-            run = self._turn if foreign else partial(below_modes, self._turn)
-            turned: Pair | None = run(q, k, cos, sin, heads_dim)
-            if turned is not None:
-                return turned
-        return self.function(q, k, cos, sin, *rest, **named)
-
-    def _turn(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: Any) -> Pair | None:
-        """The op's results; None where it does not apply."""
-        if not self._takes(q, k, cos, sin, heads_dim):
+        if chosen or is_transformed() or is_exporting():
             return None
-        dtypes = self._result_dtypes(q, cos)
-        batched = q.dim() == 4
+        foreign = any(map(is_foreign, (*xs, cos, sin)))  # to which torch functions may matter
+        run = self._turn if foreign else partial(below_modes, self._turn)
+        made: Tensors | None = run(xs, cos, sin, heads_dim)
+        return made
+
+    def _turn(self, xs: Tensors, cos: Tensor, sin: Tensor, heads_dim: Any) -> Tensors | None:
+        """The op's results; None where it does not apply."""
+        if not self._takes(xs, cos, sin, heads_dim):
+            return None
+        batched = xs[0].dim() == 4
         if not batched:
-            q, k, cos, sin = (tensor.unsqueeze(0) for tensor in (q, k, cos, sin))
-        turned = rotary_embedding(q, k, cos, sin, heads_dim, dtypes)
-        for x, made in zip((q, k), turned, strict=True):
+            xs = tuple(x.unsqueeze(0) for x in xs)
+            cos, sin = cos.unsqueeze(0), sin.unsqueeze(0)
+        found = []
+        for x, dtype in zip(xs, self._result_dtypes(xs[0], cos), strict=False):
+            made = turned(x, cos, sin, heads_dim, dtype)
             note_turned(x, made, cos, sin, heads_dim)
-        return turned if batched else (turned[0].squeeze(0), turned[1].squeeze(0))
+            found.append(made if batched else made.squeeze(0))
+        return tuple(found)
 
     def _result_dtypes(self, q: Tensor, cos: Tensor) -> tuple[torch.dtype, torch.dtype]:
         """The function's, or the smaller one in which autocast's ops would read that."""
@@ -91,8 +100,9 @@ class Rotation:
         of_q, of_k = self.feeds_autocast
         return (low if of_q else own), (low if of_k else own)
 
-    def _takes(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: Any) -> bool:
+    def _takes(self, xs: Tensors, cos: Tensor, sin: Tensor, heads_dim: Any) -> bool:
         """Whether the op computes the rotation of these tensors."""
+        q, k = xs[0], xs[-1]
         return (
             _have_dtypes_of_op(q, k, cos, sin)
             and self._have_shapes_of_op(q, k, cos, sin, heads_dim)
@@ -120,6 +130,14 @@ class Rotation:
             and rotated % 2 == 0
             and (rotated == columns or (self.partial and 0 < rotated < columns))
         )
+
+
+class RotationOfOne(Rotation):
+    """The same by ``function(x, cos, sin, *optional)`` (Gemma 4)."""
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any) -> Any:  # type: ignore[override]
+        made = self._turned((x,), cos, sin, rest, named)
+        return self.function(x, cos, sin, *rest, **named) if made is None else made[0]
 
 
 def _have_dtypes_of_op(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:

