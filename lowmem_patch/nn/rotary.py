@@ -66,6 +66,7 @@ class Rotation:
     def _turned(
         self, xs: Tensors, cos: Tensor, sin: Tensor, rest: tuple[Any, ...], named: dict[str, Any]
     ) -> Tensors | None:
+        """The op's results for a call of ``function``; None where that is to run itself."""
         given = named | dict(zip(self.optional, rest, strict=False))
         heads_dim = given.get("unsqueeze_dim", self.heads_dim)
         chosen = given.get("position_ids") is not None  # rows of cos and sin, in some files
@@ -133,9 +134,11 @@ class Rotation:
 
 
 class RotationOfOne(Rotation):
-    """The same by ``function(x, cos, sin, *optional)`` (Gemma 4)."""
+    """The same by ``function(x, cos, sin, *optional)``, which forward calls for q, and for k (Gemma 4)."""
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any) -> Any:  # type: ignore[override]
+    def __call__(  # type: ignore[override]  # one tensor fewer
+        self, x: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any
+    ) -> Any:
         made = self._turned((x,), cos, sin, rest, named)
         return self.function(x, cos, sin, *rest, **named) if made is None else made[0]
 
