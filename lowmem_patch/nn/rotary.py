@@ -43,6 +43,7 @@ class Rotation:
         function: ``function(q, k, cos, sin, *optional)``.
         optional: names of its other parameters, of ``position_ids`` and ``unsqueeze_dim``.
         heads_dim: the dimension of the heads where ``unsqueeze_dim`` is not given, 1 or 2.
+        unbatched: the same of tensors without a batch, counted as if they had one; 0 where it takes none.
         partial: cos and sin may be shorter than q; what they do not reach stays as it is.
         keeps_dtype: results have the dtype of q and k, else the promoted one.
         feeds_autocast: of q and of k: all readers are ops that autocast casts: it takes autocast's dtype.
@@ -52,6 +53,7 @@ class Rotation:
     function: Callable[..., Any]
     optional: tuple[str, ...]
     heads_dim: int
+    unbatched: int
     partial: bool
     keeps_dtype: bool
     feeds_autocast: tuple[bool, bool] = (False, False)
@@ -68,7 +70,10 @@ class Rotation:
     ) -> Tensors | None:
         """The op's results for a call of ``function``; None where that is to run itself."""
         given = named | dict(zip(self.optional, rest, strict=False))
-        heads_dim = given.get("unsqueeze_dim", self.heads_dim)
+        usual = self.heads_dim if xs[0].dim() == 4 else self.unbatched
+        heads_dim = given.get("unsqueeze_dim", usual)
+        if xs[0].dim() == 3 and heads_dim is not usual:  # counted from the front, without a batch
+            return None
         chosen = given.get("position_ids") is not None  # rows of cos and sin, in some files
         if chosen or is_transformed() or is_exporting():
             return None

@@ -254,6 +254,7 @@ def _match(name: str, function: Any) -> Rotation | None:
         function,
         optional,
         default,
+        next((dim for dim in (1, 2) if _agrees(of_both, dim, _WIDTH, batched=False)), 0),
         partial=_agrees(of_both, default, _WIDTH // 2),
         keeps_dtype=_keeps_dtype(of_both, default),
     )
@@ -299,11 +300,17 @@ def _call(function: Any, *tensors: Tensor, **named: int) -> tuple[Tensor, ...] |
     return result if pair and all(isinstance(t, Tensor) for t in result) else None
 
 
-def _agrees(function: Any, heads_dim: int, rotated: int, **named: int) -> bool:
+def _agrees(
+    function: Any, heads_dim: int, rotated: int, *, batched: bool = True, **named: int
+) -> bool:
+    """Whether it turns the example, or the first one of its batch, by halves."""
     q, k, cos, sin = _example(heads_dim, rotated)
+    if not batched:
+        q, k, cos, sin = (tensor[0] for tensor in (q, k, cos, sin))
     found = _call(function, q, k, cos, sin, **named)
     if found is None:
         return False
+    heads_dim = heads_dim if batched else heads_dim - 1
     cos, sin = cos.unsqueeze(heads_dim), sin.unsqueeze(heads_dim)
     for x, y in zip((q, k), found, strict=True):
         first, second = x[..., :rotated].chunk(2, -1)

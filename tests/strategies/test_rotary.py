@@ -309,6 +309,10 @@ def example(heads_dim: int = 1, rotated: int = 8, batches: int = 2) -> list[Tens
         (NEOX, example(rotated=0), {}, False),
         (VISION, [t[0] for t in example(2)], {}, True),
         (VISION, example(2), {}, True),
+        (LLAMA, [t[0] for t in example(2)], {}, True),
+        (LLAMA, [t[0] for t in example()], {"unsqueeze_dim": 0}, False),
+        # as many heads as positions: shapes do not tell
+        (LLAMA, [torch.randn(5, 5, 8), torch.randn(5, 5, 8), *(t[0] for t in example()[2:])], {}, True),
     ],
 )  # fmt: skip
 def test_each_way_to_call_it(
