@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from lowmem_patch.functional import PackedWeight, in_compiler, recast_linear, without_torch_function
 from lowmem_patch.nn import logits_readers as logits_readers  # fills the table of readers
 from lowmem_patch.nn.adapters import forward_as_one
-from lowmem_patch.nn.context import has_hooks, holds_weights, is_foreign, product_dtype, trains_here
+from lowmem_patch.nn.context import (
+    has_hooks,
+    holds_weights,
+    is_foreign,
+    product_dtype,
+    to_save,
+    trains_here,
+)
 from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.deferred_ops import Saved
 from lowmem_patch.nn.logits import HeadReads, Logits, Settings
@@ -112,7 +119,7 @@ def _product(
         return products.to, products.dtype
     weight = module.weight  # which a replica of nn.DataParallel has as an attribute
     dtype = product_dtype(given, weight)
-    return None if dtype is None else (Projection(weight, module.bias), dtype)
+    return None if dtype is None else (Projection(to_save(weight, dtype), module.bias), dtype)
 
 
 def _saved(x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.prune import l1_unstructured
 
 from lowmem_patch import patch_model, saved_bytes
 from tests.support.judge import assert_accurate
@@ -79,3 +80,29 @@ def test_no_float32_copy_of_a_computed_weight_is_saved(
     assert saved[0] < saved[1]
     found, own = (step(one, x, AUTOCAST) for one in (ours, model))
     assert_accurate(found, own, truth_of(model, x), AUTOCAST)
+
+
+def pruned_head() -> nn.Module:
+    """Once it has run, torch does not copy it."""
+    torch.manual_seed(0)
+    last: nn.Module = l1_unstructured(nn.Linear(WIDTH, 200), "weight", 0.5)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), last)
+
+
+def test_a_pruned_head_saves_the_cast_of_its_weight() -> None:
+    model, x = pruned_head(), torch.randn(ROWS, WIDTH)
+    ours = patch_model(pruned_head(), "exact", example_inputs=x)
+    saved = []
+    for one in (ours, model):
+        with torch.autocast("cpu", torch.bfloat16):
+            with saved_bytes(one) as counted:
+                one(x)
+            F.cross_entropy(one(x), torch.arange(ROWS)).backward()
+        saved.append(counted.activations)
+    assert saved[0] <= saved[1]
+    for found, own in zip(ours.parameters(), model.parameters(), strict=True):
+        assert found.grad is not None and own.grad is not None
+        # both round to bfloat16, in another order of sums
+        assert (found.grad - own.grad).norm() <= 2 * torch.finfo(
+            torch.bfloat16
+        ).eps * own.grad.norm()
