@@ -37,6 +37,7 @@ _REQUIRED_OF_ONE = ["x", "cos", "sin"]
 _OPTIONAL = ("position_ids", "unsqueeze_dim")
 _TOLERANCE = 1e-5  # some compute in float32 whatever they are given
 _LENGTH, _HEADS, _WIDTH = 5, 3, 8
+_DIMS = (1, 2)  # which the heads may be, of four
 _NAMED = 3
 # how rotary embeddings are written, and heads laid out
 _TURNS = OF_ELEMENTS | REARRANGES | SELECTS | Role.CONCATENATION
@@ -242,10 +243,10 @@ def _match(name: str, function: Any) -> Rotation | None:
         return None
     of_both = partial(_of_both, function) if kind is RotationOfOne else function
     if "unsqueeze_dim" in optional:
-        fitting = [dim for dim in (1, 2) if _agrees(of_both, dim, _WIDTH, unsqueeze_dim=dim)]
+        fitting = [dim for dim in _DIMS if _agrees(of_both, dim, _WIDTH, unsqueeze_dim=dim)]
         default = parameters["unsqueeze_dim"].default
     else:
-        fitting = [dim for dim in (1, 2) if _agrees(of_both, dim, _WIDTH)]
+        fitting = [dim for dim in _DIMS if _agrees(of_both, dim, _WIDTH)]
         default = fitting[0] if len(fitting) == 1 else 0
     if default not in fitting or ("unsqueeze_dim" in optional and len(fitting) != 2):
         return None
@@ -254,10 +255,15 @@ def _match(name: str, function: Any) -> Rotation | None:
         function,
         optional,
         default,
-        next((dim for dim in (1, 2) if _agrees(of_both, dim, _WIDTH, batched=False)), 0),
+        _unbatched(of_both),
         partial=_agrees(of_both, default, _WIDTH // 2),
         keeps_dtype=_keeps_dtype(of_both, default),
     )
+
+
+def _unbatched(function: Any) -> int:
+    """The dimension of the heads of tensors without a batch, counted as if they had one; 0 for none."""
+    return next((dim for dim in _DIMS if _agrees(function, dim, _WIDTH, batched=False)), 0)
 
 
 def _optional(
