@@ -105,7 +105,14 @@ def turned(
     *,
     implementation: Implementation = "auto",
 ) -> Tensor:
-    """What `rotary_embedding` makes of one of its tensors.
+    """What `rotary_embedding` makes of one of its tensors, with its arguments.
+
+    Args:
+        x: as ``q`` there.
+        out_dtype: of the result.
+
+    Returns:
+        x' in the strides that q' has there.
 
     Raises:
         TypeError: x is not floating point.
