@@ -21,6 +21,7 @@ from lowmem_patch.nn.cosine_attention import scales
 from tests.support.judge import assert_accurate, assert_same_step
 from tests.support.lives import assert_backwards_add_up, assert_trains_alike
 from tests.support.models import randomise
+from tests.support.saved import saved_storages
 from tests.support.step import AUTOCAST, BF16, FP32, Mode, cast, step, truth_of
 
 HEADS, WIDTH, LENGTH = 2, 16, 6
@@ -267,15 +268,15 @@ def test_recomputed_blocks(reentrant: bool) -> None:
     assert_same_step(Recomputed(ours), Recomputed(model), rows())
 
 
-# torch's compiler, of a function of autograd
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("mode", [FP32, AUTOCAST], ids=["fp32", "autocast"])
-def test_compiled(mode: Mode) -> None:
+def test_one_graph_leaves_it_to_the_compiler(mode: Mode) -> None:
     model = made()
-    ours = patched(model)
     torch._dynamo.reset()
-    net = torch.compile(ours, backend="aot_eager_decomp_partition", fullgraph=True)
+    net: Any = torch.compile(patched(model), backend="aot_eager", fullgraph=True)
     assert_same_step(net, model, rows(), mode)
+    _, own = saved_storages(lambda: torch.compile(model, backend="aot_eager")(rows()))
+    _, found = saved_storages(lambda: net(rows()))
+    assert sum(found.values()) == sum(own.values())
 
 
 def test_a_scale_that_repeats_the_scores_is_left_to_torch() -> None:
