@@ -94,6 +94,7 @@ class MSNorm(nn.Module):
         names: of gamma and beta in the state dict; empty: there is none. `NamedMSNorm` has others than these.
         turns_back: whether the rotary embedding behind it has an inverse; None before the first one.
         in_eight_bits: the output is saved in 8 bits; where somebody packs what is saved, hooks do it.
+        dim: that it normalises; -1, or 1, whose entries lie last in the output's memory.
     """
 
     weight: nn.Parameter | None
@@ -109,6 +110,7 @@ class MSNorm(nn.Module):
         use: OutputUse = OutputUse(),
         eps_name: str = "",
         names: tuple[str, str] = STOCK_NAMES,
+        dim: int = -1,
     ) -> None:
         nn.Module.__init__(self)  # past a stock norm, which would make parameters of its own
         for name, parameter in zip(names, (weight, bias), strict=True):
@@ -121,6 +123,7 @@ class MSNorm(nn.Module):
         self.eps_name = eps_name
         self.gamma_checks = GammaChecks()
         self.in_eight_bits = False
+        self.dim = dim
         self.turns_back: bool | None = None
 
     def normalize(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -186,6 +189,9 @@ class MSNorm(nn.Module):
         return self._of_values(value_of(x)) if made is None else made
 
     def _of_values(self, x: Tensor) -> Tensor:
+        if self.dim != -1:
+            y = self.normed(x.movedim(self.dim, -1))
+            return marked_as(y, y.movedim(-1, self.dim))
         # a compiler lays tensors out by itself, and cannot sort strides that are symbols
         if self.use.lies_as_input and not (in_compiler() or x.is_contiguous()):
             order = sorted(range(x.dim()), key=x.stride, reverse=True)
@@ -350,6 +356,8 @@ class MSNorm(nn.Module):
             parts.append("1 + weight")
         if self.use.behind_row_moves:
             parts.append("behind_row_moves")
+        if self.dim != -1:
+            parts.append(f"dim={self.dim}")
         return ", ".join(parts)
 
 

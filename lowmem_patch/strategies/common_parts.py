@@ -154,7 +154,7 @@ def _affine_before(
     for form in backward(made_by, x, _same):
         op = made_by.get(id(form))
         spec = None if op is None or op.module not in facts.calls else facts.norm(op.module)
-        if op is not None and isinstance(spec, NormSpec):
+        if op is not None and isinstance(spec, NormSpec) and spec.dim == -1:
             module = facts.modules[op.module]
             gamma, beta = (
                 _values(facts, getattr(module, name, None)) if name else None for name in spec.names

@@ -81,7 +81,7 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         if isinstance(site, Skip):
             found.add(site)
             continue
-        own = site.function is None and site.spec.names == STOCK_NAMES
+        own = site.function is None and site.spec.names == STOCK_NAMES and site.spec.dim == -1
         step, why_not = rules.fold(site) if own else (None, "")
         if step is None:
             found.add(share_or_skip(facts, config, site, why_not))

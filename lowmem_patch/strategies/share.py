@@ -81,6 +81,7 @@ class SharedNorm(Swap):
             use=self.use,
             eps_name=eps_name(original, spec.settings.eps),
             names=spec.names,
+            dim=spec.dim,
         )
         if self.function is not None:
             norm.eps = original.eps
@@ -175,7 +176,10 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
     consumers = site.consumers
     linears = all(consumer.use == "linear" for consumer in consumers) and bool(consumers)
     behind_row_moves = (
-        linears and _is_behind_row_moves(consumers) and facts.written(site.name, "inputs") is None
+        linears
+        and site.spec.dim == -1
+        and _is_behind_row_moves(consumers)
+        and facts.written(site.name, "inputs") is None
     )
     # a norm inside an autocast region whose readers are outside must stay in high precision, as it was
     around = {call.autocast for call in facts.calls_of(site.name)}
@@ -198,7 +202,7 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
         or turned
         or _is_saved_as_rows(facts, config, consumers)
         or _saved_by_others(facts, config, consumers),
-        output_moved=any(_reads_a_moved_view(consumer, site.outputs) for consumer in consumers),
+        output_moved=any(_reads_a_moved_view(consumer, site) for consumer in consumers),
         lies_as_input=lies_as_input,
         turned=turned,
     )
@@ -218,7 +222,7 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
 def _is_of_computed(facts: Facts, config: PatchConfig, site: NormSite) -> bool:
     """Whether activations that are computed again make all inputs of a norm, or gated products of those do;
     and Linears alone read it."""
-    if not read_as_it_lies(site.consumers):
+    if site.spec.dim != -1 or not read_as_it_lies(site.consumers):
         return False
     made: set[int] = facts.once(_is_of_computed, lambda: set(_computed(facts, config)))
     calls = facts.calls_of(site.name)
@@ -238,7 +242,7 @@ def _computed(facts: Facts, config: PatchConfig) -> Iterator[int]:
 def _may_lie_as_input(
     facts: Facts, config: PatchConfig, site: NormSite, behind: list[Consumer]
 ) -> bool:
-    if any(map(_reads_rows, behind)) or _feeds_matmuls(facts, site):
+    if site.spec.dim != -1 or any(map(_reads_rows, behind)) or _feeds_matmuls(facts, site):
         return False
     # whoever saves it may ask for a view, of which torch's own norm allows any
     return not _is_saved(facts, config, site, Role.FUSED_ATTENTION)
@@ -273,7 +277,7 @@ def _feeds_matmuls(facts: Facts, site: NormSite) -> bool:
 def _statistics(site: NormSite) -> int:
     """Bytes of the number that is saved for each row."""
     size = max(torch.float32.itemsize, site.outputs[0].element_size())
-    return sum(size * (output.numel() // output.shape[-1]) for output in site.outputs)
+    return sum(size * (one.numel() // one.shape[site.spec.dim]) for one in site.outputs)
 
 
 def _who_saves_it(facts: Facts, config: PatchConfig, consumers: list[Consumer]) -> list[Consumer]:
@@ -283,13 +287,15 @@ def _who_saves_it(facts: Facts, config: PatchConfig, consumers: list[Consumer]) 
     return consumers_behind_dropouts(facts.trace, consumers)
 
 
-def _reads_a_moved_view(consumer: Consumer, outputs: list[Tensor]) -> bool:
+def _reads_a_moved_view(consumer: Consumer, site: NormSite) -> bool:
     """Whether a Linear reads a view of the output of which it would save a contiguous copy of its own."""
     view = consumer.tensor
     if consumer.use != "linear" or view is None:
         return False
-    whole = next((one for one in outputs if storage_key(one) == storage_key(view)), None)
-    if whole is None:  # a copy was made on the way
+    whole = next((one for one in site.outputs if storage_key(one) == storage_key(view)), None)
+    if (
+        whole is None or site.spec.dim != -1
+    ):  # a copy was made on the way, or it lies as the original's
         return not view.is_contiguous()
     return view is not whole and not _would_be_contiguous(view, whole)
 

@@ -13,6 +13,7 @@ import dataclasses
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -41,13 +42,16 @@ from lowmem_patch.tracing.trace import Call, Trace
 
 @dataclasses.dataclass(frozen=True)
 class NormSpec:
-    """What a norm computes over the last dimension."""
+    """What a norm computes over one dimension."""
 
     kind: str  # layer_norm or rms_norm
     settings: NormSettings
     output: str  # its dtype follows the "input", the "weight" or, promoted, "both"
     full_precision_autocast: bool
     names: tuple[str, str] = STOCK_NAMES  # of gamma and beta; empty: there is none
+    dim: int = (
+        -1
+    )  # the dimension: -1, or 1, the channels of images, which lie last in the output's memory
 
 
 _ACTIVATION_INPUTS = torch.cat((GRID, FAR, NEAR))
@@ -180,34 +184,50 @@ def match_norm(
     x, parameters = call.inputs[0], dict(module.named_parameters())
     if not x.is_floating_point() or x.dim() < 2 or call.outputs[0].shape != x.shape:
         return "does not return its input's shape"
-    size = x.shape[-1]
-    if len(parameters) > 2 or any(p.shape != (size,) for p in parameters.values()):
-        return "does not normalise the last dimension alone"
+    dims = list(_dims_of(x, parameters.values()))
+    if len(parameters) > 2 or not dims:
+        return "does not normalise the last dimension alone, or the channels"
     if {name for name, _ in module.named_buffers()} & {"weight", "bias"}:
         return "its weight or bias is a buffer and no parameter"
     if not runs_class_forward(module):
         return "its forward is overridden on the instance"
     known = {} if known is None else known
-    settings = (*settings_of(module), x.dim(), size)
+    settings = (*settings_of(module), x.dim(), *((dim, x.shape[dim]) for dim in dims))
     if settings not in known:
-        known[settings] = _probe(module, call, trace)
+        answers = (_probe(module, call, trace, dim) for dim in dims)
+        known[settings] = min(answers, key=lambda answer: isinstance(answer, str))
     return known[settings]
 
 
-def _probe(module: nn.Module, call: Call, trace: Trace) -> NormSpec | str:
-    """Run a copy of the module on a few rows."""
+def _dims_of(x: Tensor, parameters: Iterable[Tensor]) -> Iterator[int]:
+    """Which dimensions of ``x`` gamma and beta may belong to."""
+    shapes = {parameter.shape for parameter in parameters}
+    if shapes <= {(x.shape[-1],)}:
+        yield -1
+    if x.dim() > 2 and shapes == {(x.shape[1],)}:
+        yield 1
+
+
+def _with_channels_last(forward: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    return forward(rows.movedim(-1, 1)).movedim(1, -1)
+
+
+def _probe(module: nn.Module, call: Call, trace: Trace, dim: int) -> NormSpec | str:
+    """Run a copy of the module on a few rows, which it gets along ``dim``."""
     if any(_is_computed(value) for value in vars(module).values()):
         return "its weight or bias is computed from another parameter"  # of which no copy is made
     x, parameters = call.inputs[0], dict(module.named_parameters())
-    size = x.shape[-1]
     isolated = isolated_copy(module)
-    rows = probed_rows(x.dim(), size)
+    if dim != -1:
+        isolated.forward = partial(_with_channels_last, isolated.forward)
+    rows = probed_rows(x.dim(), x.shape[dim])
     orders = list(_orders_of(parameters))
     settings = (find_norm(isolated, rows, names) for names in orders)
     known = zip(settings, orders, strict=True)
     found, names = next((pair for pair in known if pair[0] is not None), (None, STOCK_NAMES))
     if found is None:
-        return "computes neither LayerNorm nor RMSNorm over the last dimension"
+        where = "the last dimension" if dim == -1 else "the channels"
+        return f"computes neither LayerNorm nor RMSNorm over {where}"
     if not is_steady(isolated, rows):
         return "computes something else in training, or writes into a buffer"
     stock = type(module) in _STOCK  # whose gradients over one channel are nothing but rounding
@@ -215,8 +235,11 @@ def _probe(module: nn.Module, call: Call, trace: Trace) -> NormSpec | str:
         return "its gradients, or its values far out, are not those of the norm that it seems to be"
     kind = "layer_norm" if found.centered else "rms_norm"
     fused = any(op.role.has(Role.ROW_NORM) for op in trace.ops[call.first_op : call.last_op])
+    # torch's own norm makes rows of images whose channels lie first, and who reads them may ask for a view
+    if dim != -1 and not (fused and call.outputs[0].movedim(dim, -1).is_contiguous()):
+        return "its channels do not lie last in the output's memory"
     output = output_dtype(isolated, rows) if parameters else "input"
-    return NormSpec(kind, found, output, full_precision_autocast=fused, names=names)
+    return NormSpec(kind, found, output, full_precision_autocast=fused, names=names, dim=dim)
 
 
 def _is_computed(value: object) -> bool:
