@@ -176,13 +176,17 @@ def _low_precision(groups: Groups, environments: dict[str, dict[str, str]]) -> l
         "|---|---|---|---|---|---|---|",
     ]
     made = [
-        f"- {precision}: {', '.join(f'{name} {value}' for name, value in environment.items())}"
+        f"- {precision}: {_said(environment)}"
         for precision, environment in environments.items()
         if precision != FLOAT32.name
     ]
     made = ["", "Machines and versions, where they are not those above:", "", *made] if made else []
     excepted = [*_EXCEPTED, *models] if models else []
     return [_LOW_PRECISION, *head, *counts, *made, "", *excepted, ""]
+
+
+def _said(environment: dict[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in environment.items())
 
 
 def _exceptions(result: Result, float32: Result | None) -> list[str]:
@@ -201,8 +205,9 @@ def write_table(groups: Groups, environments: dict[str, dict[str, str]] | None =
         environments: the machine and the versions by precision, where they were written down.
     """
     lines = [_HEAD]
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "timm"))
-    lines += [f"Versions: {versions}.", ""]
+    installed = {name: version(name) for name in ("torch", "transformers", "timm")}
+    versions = (environments or {}).get(FLOAT32.name, installed)  # not those that write the page
+    lines += [f"Versions: {_said(versions)}.", ""]
     in_float32 = [(title, by_precision[FLOAT32.name]) for title, by_precision in groups]
     for title, group in in_float32:
         if group:

@@ -373,7 +373,7 @@ class _FloorCount:
     def _codes(self) -> None:
         """Of activations through which an output has a gradient, where nothing above saves the input."""
         live = {id(output) for op in self.live for output in op.outputs}
-        for module, source, output in self.activations.values():
+        for module, source, output, _ in self.activations.values():
             forms = (source, self._before_numbers(source), self._before_channels(source))
             known = any(map(self._is_saved, forms)) or id(output) not in live - self.of_logits
             if source.requires_grad and not known:
@@ -392,6 +392,6 @@ class _FloorCount:
         if source.requires_grad and not self._is_of_activation(norm):
             # of a batch norm there are fewer, one for each channel
             own = sum(s.bytes for s in held if math.prod(s.shape) < source.numel())
-            size = min(floor_sites.statistics_of(output), own)
+            size = min(floor_sites.statistics_of(output, norm.dim), own)
             item = FloorItem(norm.module, "codes and statistics", size)
             self.items["statistics", id(output)] = item

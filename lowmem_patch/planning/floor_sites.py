@@ -24,11 +24,15 @@ from lowmem_patch.tracing.trace import Call, Op, Trace
 
 
 class SiteCall(NamedTuple):
-    """One call of a norm or an activation, as a module or a function, that has a gradient."""
+    """One call of a norm or an activation, as a module or a function, that has a gradient.
+
+    ``dim`` is the dimension that a norm normalises.
+    """
 
     module: str
     source: Tensor
     output: Tensor
+    dim: int = -1
 
 
 Sites = dict[int, SiteCall]  # by the id of the output
@@ -42,14 +46,17 @@ def find_sites(facts: Facts) -> tuple[Sites, Sites]:
     def add(module: str, role: Role, source: Tensor, output: Tensor) -> None:
         if output.requires_grad and source is not output:
             sites = norms if role.has(Role.ROW_NORM) else activations
-            sites[id(output)] = SiteCall(module, source, output)
+            sites[id(output)] = SiteCall(module, source, output, dims.get(module, -1))
 
     trace = facts.trace
+    dims: dict[str, int] = {}
     covered: set[int] = set()
     roles: dict[str, Role] = {}
     for call in trace.calls:
         if call.name not in roles:
             roles[call.name] = _module_role(facts, call)
+            spec = facts.norm(call.name) if roles[call.name].has(Role.ROW_NORM) else None
+            dims[call.name] = spec.dim if isinstance(spec, NormSpec) else -1
         role = roles[call.name]
         if role and len(call.inputs) == len(call.outputs) == 1:
             covered.update(range(call.first_op, call.last_op))
@@ -311,9 +318,9 @@ def forms_of_logits(makers: dict[int, Op], logits: Tensor) -> list[Tensor]:
     return list(source)
 
 
-def statistics_of(output: Tensor) -> int:
-    """Bytes of one number for each row of a norm's output: float32, whatever that is."""
-    return torch.float32.itemsize * (output.numel() // max(1, output.shape[-1]))
+def statistics_of(output: Tensor, dim: int = -1) -> int:
+    """Bytes of one float32 number, whatever the dtype, for each row of a norm's output along ``dim``."""
+    return torch.float32.itemsize * (output.numel() // max(1, output.shape[dim]))
 
 
 def _storages(tensors: Iterable[Tensor]) -> Iterator[int]:
