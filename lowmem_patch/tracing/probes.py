@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, get_args
 
@@ -185,7 +185,7 @@ def match_norm(
     if not x.is_floating_point() or x.dim() < 2 or call.outputs[0].shape != x.shape:
         return "does not return its input's shape"
     dims = list(_dims_of(x, parameters.values()))
-    if len(parameters) > 2 or not dims:
+    if not dims:
         return "does not normalise the last dimension alone, or the channels"
     if {name for name, _ in module.named_buffers()} & {"weight", "bias"}:
         return "its weight or bias is a buffer and no parameter"
@@ -194,18 +194,25 @@ def match_norm(
     known = {} if known is None else known
     settings = (*settings_of(module), x.dim(), *((dim, x.shape[dim]) for dim in dims))
     if settings not in known:
-        answers = (_probe(module, call, trace, dim) for dim in dims)
-        known[settings] = min(answers, key=lambda answer: isinstance(answer, str))
+        known[settings] = _probe_each(module, call, trace, dims)
     return known[settings]
 
 
-def _dims_of(x: Tensor, parameters: Iterable[Tensor]) -> Iterator[int]:
+def _dims_of(x: Tensor, parameters: Collection[Tensor]) -> Iterator[int]:
     """Which dimensions of ``x`` gamma and beta may belong to."""
+    if len(parameters) > 2:
+        return
     shapes = {parameter.shape for parameter in parameters}
     if shapes <= {(x.shape[-1],)}:
         yield -1
     if x.dim() > 2 and shapes == {(x.shape[1],)}:
         yield 1
+
+
+def _probe_each(module: nn.Module, call: Call, trace: Trace, dims: list[int]) -> NormSpec | str:
+    """What a module computes over the first of these dimensions over which it is a norm."""
+    answers = [_probe(module, call, trace, dim) for dim in dims]
+    return next((answer for answer in answers if isinstance(answer, NormSpec)), answers[0])
 
 
 def _with_channels_last(forward: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
@@ -221,10 +228,7 @@ def _probe(module: nn.Module, call: Call, trace: Trace, dim: int) -> NormSpec | 
     if dim != -1:
         isolated.forward = partial(_with_channels_last, isolated.forward)
     rows = probed_rows(x.dim(), x.shape[dim])
-    orders = list(_orders_of(parameters))
-    settings = (find_norm(isolated, rows, names) for names in orders)
-    known = zip(settings, orders, strict=True)
-    found, names = next((pair for pair in known if pair[0] is not None), (None, STOCK_NAMES))
+    found, names = _settings_and_names(isolated, rows, parameters)
     if found is None:
         where = "the last dimension" if dim == -1 else "the channels"
         return f"computes neither LayerNorm nor RMSNorm over {where}"
@@ -235,11 +239,22 @@ def _probe(module: nn.Module, call: Call, trace: Trace, dim: int) -> NormSpec | 
         return "its gradients, or its values far out, are not those of the norm that it seems to be"
     kind = "layer_norm" if found.centered else "rms_norm"
     fused = any(op.role.has(Role.ROW_NORM) for op in trace.ops[call.first_op : call.last_op])
-    # torch's own norm makes rows of images whose channels lie first, and who reads them may ask for a view
-    if dim != -1 and not (fused and call.outputs[0].movedim(dim, -1).is_contiguous()):
+    # who reads an output that lies otherwise may ask for a view; torch's own norm lays it so for any input
+    if not (dim == -1 or (fused and call.outputs[0].movedim(dim, -1).is_contiguous())):
         return "its channels do not lie last in the output's memory"
     output = output_dtype(isolated, rows) if parameters else "input"
     return NormSpec(kind, found, output, full_precision_autocast=fused, names=names, dim=dim)
+
+
+def _settings_and_names(
+    isolated: nn.Module, rows: Tensor, parameters: Iterable[str]
+) -> tuple[NormSettings | None, tuple[str, str]]:
+    """What a module computes of these rows, None where it is no norm, and its names of gamma and beta."""
+    for names in _orders_of(parameters):
+        found = find_norm(isolated, rows, names)
+        if found is not None:
+            return found, names
+    return None, STOCK_NAMES
 
 
 def _is_computed(value: object) -> bool:

@@ -43,7 +43,7 @@ EXPECTED: list[tuple[type[models.TokenModel], dict[str, tuple[str, str]]]] = [
     ),
     (
         models.OtherDimensions,
-        {"norm": ("fold", ""), "two": ("share", ""), "group": ("keep", "over the last dimension")},
+        {"norm": ("fold", ""), "two": ("share", ""), "group": ("keep", "over the channels")},
     ),
     (models.TransposedWeight, {"norm": ("fold", "")}),
     (models.PackedAttention, {"norm": ("share", "also read by")}),
