@@ -21,17 +21,18 @@ class Watched(Tensor):
     """
 
     _shared: SharedInput | None = None  # what several Linears read in its place
+    _node: Any = None  # the norm's, where this is a view of its output
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @property
     def data(self) -> Tensor:
-        save_copy(self.grad_fn)
+        save_copy(self._node or self.grad_fn)
         found: Tensor = _DATA.__get__(self)
         return found
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        save_copy(self.grad_fn)
+        save_copy(self._node or self.grad_fn)
         _DATA.__set__(self, value)
 
     def __deepcopy__(self, memo: Any) -> Tensor:
@@ -58,9 +59,12 @@ def mark(y: Any) -> None:
 
 
 def marked_as(y: Tensor, moved: Tensor) -> Tensor:
-    """``moved``, a view of all of ``y``, marked as that is."""
+    """``moved``, a view of all of ``y``, marked and watched as that is."""
     if is_of_norm(y):
         mark(moved)
+    if type(y) is Watched:
+        view: Any = watch(moved)
+        view._node = y.grad_fn
     return moved
 
 

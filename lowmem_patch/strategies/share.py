@@ -293,9 +293,8 @@ def _reads_a_moved_view(consumer: Consumer, site: NormSite) -> bool:
     if consumer.use != "linear" or view is None:
         return False
     whole = next((one for one in site.outputs if storage_key(one) == storage_key(view)), None)
-    if (
-        whole is None or site.spec.dim != -1
-    ):  # a copy was made on the way, or it lies as the original's
+    # a copy was made on the way, or the output lies as the original's
+    if whole is None or site.spec.dim != -1:
         return not view.is_contiguous()
     return view is not whole and not _would_be_contiguous(view, whole)
 

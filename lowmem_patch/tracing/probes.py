@@ -49,9 +49,7 @@ class NormSpec:
     output: str  # its dtype follows the "input", the "weight" or, promoted, "both"
     full_precision_autocast: bool
     names: tuple[str, str] = STOCK_NAMES  # of gamma and beta; empty: there is none
-    dim: int = (
-        -1
-    )  # the dimension: -1, or 1, the channels of images, which lie last in the output's memory
+    dim: int = -1  # or 1, the channels of images: they lie last in the output's memory
 
 
 _ACTIVATION_INPUTS = torch.cat((GRID, FAR, NEAR))

@@ -150,6 +150,18 @@ def test_classes_parameters_and_undo() -> None:
     assert_same_step(model, stock, x)
 
 
+def _double_unseen(module: nn.Module, args: Any, output: Tensor) -> None:
+    output.data.mul_(2)
+
+
+def test_a_write_of_which_torch_is_not_told() -> None:
+    x = images()
+    model, stock = patched(Stage(LayerNorm2d), x)
+    for one in (model, stock):
+        one.norm.register_forward_hook(_double_unseen)
+    assert_same_step(model, stock, x)
+
+
 def test_paper_folds_no_norm_of_channels() -> None:
     x = images()
     model, stock = patched(Stage(LayerNorm2d), x, "paper")

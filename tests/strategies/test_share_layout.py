@@ -218,3 +218,16 @@ def test_a_compiled_norm_of_a_view_takes_any_length() -> None:
     for length in (5, 7):
         x = torch.randn(3, length, WIDTH)
         assert_same_step(compiled, copy.deepcopy(model), x)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_write_of_which_torch_is_not_told(name: str) -> None:
+    x = torch.randn(2, 9, WIDTH)
+    model, stock = patched(Attention(NORMS[name]), x)
+    for one in (model, stock):
+        one.key_norm.register_forward_hook(_double_unseen)
+    assert_same_step(model, stock, x)
+
+
+def _double_unseen(module: nn.Module, args: Any, output: Tensor) -> None:
+    output.data.mul_(2)
