@@ -43,12 +43,23 @@ def run(name: str, names: dict[str, Any]) -> dict[str, Any]:
     return names
 
 
+def script(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(Path(name).stem, ROOT / name)
+    assert spec is not None and spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+def test_every_file_of_the_package_is_listed() -> None:
+    page = script("scripts/list_files.py").page()
+    assert text_of("docs/files.md") == page, "run `python scripts/list_files.py`"
+    assert "| |\n" not in page.replace("| file | |\n", ""), "a file has no docstring"
+
+
 def test_tables_are_rendered_from_the_committed_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    spec = importlib.util.spec_from_file_location("tables", ROOT / "benchmarks" / "tables.py")
-    assert spec is not None and spec.loader is not None
-    tables = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tables)
+    tables = script("benchmarks/tables.py")
     texts = [page.read_text(encoding="utf-8") for page in tables.PAGES]
     for text in texts:
         assert tables.render(text) == text, "run `python benchmarks/tables.py`"
