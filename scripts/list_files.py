@@ -12,8 +12,8 @@ PACKAGE = ROOT / "lowmem_patch"
 PAGE = ROOT / "docs" / "files.md"
 _HEAD = """# Files
 
-Each file of the package, in its own words. [Architecture](architecture.md) has the parts, their order, and how
-they work together. `python scripts/list_files.py` writes this page.
+Each file of the package, in its own words. [Architecture](architecture.md) has the parts, their order, and
+how they work together. `python scripts/list_files.py` writes this page.
 """
 
 
