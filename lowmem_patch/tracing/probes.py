@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, get_args
 
@@ -179,10 +179,10 @@ def match_norm(
     """
     if not call.takes_one or len(call.outputs) != 1 or means_something_else(module, call):
         return "takes or returns more than one tensor"
-    x, parameters = call.inputs[0], dict(module.named_parameters())
+    x = call.inputs[0]
     if not x.is_floating_point() or x.dim() < 2 or call.outputs[0].shape != x.shape:
         return "does not return its input's shape"
-    dims = list(_dims_of(x, parameters.values()))
+    dims = list(_dims_of(x, module))
     if not dims:
         return "does not normalise the last dimension alone, or the channels"
     if {name for name, _ in module.named_buffers()} & {"weight", "bias"}:
@@ -196,14 +196,16 @@ def match_norm(
     return known[settings]
 
 
-def _dims_of(x: Tensor, parameters: Collection[Tensor]) -> Iterator[int]:
-    """Which dimensions of ``x`` gamma and beta may belong to."""
+def _dims_of(x: Tensor, module: nn.Module) -> Iterator[int]:
+    """Which dimensions of ``x`` a module's gamma and beta may belong to."""
+    parameters = list(module.parameters())
     if len(parameters) > 2:
         return
     shapes = {parameter.shape for parameter in parameters}
     if shapes <= {(x.shape[-1],)}:
         yield -1
-    if x.dim() > 2 and shapes == {(x.shape[1],)}:
+    # no batch norm, of which a model has many, and whose buffers make each one unlike the others
+    if x.dim() > 2 and shapes == {(x.shape[1],)} and not any(True for _ in module.buffers()):
         yield 1
 
 
