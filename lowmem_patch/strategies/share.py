@@ -176,10 +176,7 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
     consumers = site.consumers
     linears = all(consumer.use == "linear" for consumer in consumers) and bool(consumers)
     behind_row_moves = (
-        linears
-        and site.spec.dim == -1
-        and _is_behind_row_moves(consumers)
-        and facts.written(site.name, "inputs") is None
+        linears and _is_behind_row_moves(consumers) and facts.written(site.name, "inputs") is None
     )
     # a norm inside an autocast region whose readers are outside must stay in high precision, as it was
     around = {call.autocast for call in facts.calls_of(site.name)}
@@ -202,7 +199,7 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
         or turned
         or _is_saved_as_rows(facts, config, consumers)
         or _saved_by_others(facts, config, consumers),
-        output_moved=any(_reads_a_moved_view(consumer, site) for consumer in consumers),
+        output_moved=any(_reads_a_moved_view(consumer, site.outputs) for consumer in consumers),
         lies_as_input=lies_as_input,
         turned=turned,
     )
@@ -242,7 +239,7 @@ def _computed(facts: Facts, config: PatchConfig) -> Iterator[int]:
 def _may_lie_as_input(
     facts: Facts, config: PatchConfig, site: NormSite, behind: list[Consumer]
 ) -> bool:
-    if site.spec.dim != -1 or any(map(_reads_rows, behind)) or _feeds_matmuls(facts, site):
+    if any(map(_reads_rows, behind)) or _feeds_matmuls(facts, site):
         return False
     # whoever saves it may ask for a view, of which torch's own norm allows any
     return not _is_saved(facts, config, site, Role.FUSED_ATTENTION)
@@ -287,14 +284,13 @@ def _who_saves_it(facts: Facts, config: PatchConfig, consumers: list[Consumer]) 
     return consumers_behind_dropouts(facts.trace, consumers)
 
 
-def _reads_a_moved_view(consumer: Consumer, site: NormSite) -> bool:
+def _reads_a_moved_view(consumer: Consumer, outputs: list[Tensor]) -> bool:
     """Whether a Linear reads a view of the output of which it would save a contiguous copy of its own."""
     view = consumer.tensor
     if consumer.use != "linear" or view is None:
         return False
-    whole = next((one for one in site.outputs if storage_key(one) == storage_key(view)), None)
-    # a copy was made on the way, or the output lies as the original's
-    if whole is None or site.spec.dim != -1:
+    whole = next((one for one in outputs if storage_key(one) == storage_key(view)), None)
+    if whole is None:  # a copy was made on the way
         return not view.is_contiguous()
     return view is not whole and not _would_be_contiguous(view, whole)
 
