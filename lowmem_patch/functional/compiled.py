@@ -37,6 +37,10 @@ from lowmem_patch.functional.graph_storage import graph_values
 from lowmem_patch.functional.products import IDENTITY, LowRank, linear_op
 from lowmem_patch.functional.products_backward import linear_backward_op, one_for_each
 
+# Multiplications of a product, which take an H200 about 0.1 ms: less than an operator takes the host in forward
+# and backward.
+SHORT_PRODUCT = 2**35
+
 # how exactly an output is saved: in 8 bits, in float16, in bfloat16, in a wider dtype
 SavedAs = Literal["bits", "half", "low", "wide"]
 
@@ -295,6 +299,20 @@ _PLAIN = (Tensor, torch.nn.Parameter, type(None))
 def runs_plain(*tensors: Tensor | None) -> bool:
     """Whether one of them is a DTensor, or a transform of torch.func or forward mode is under way."""
     return is_sharded(*tensors) or _library.is_transformed()
+
+
+def is_short_product(x: Tensor, weight: Tensor) -> bool:
+    """Whether a compiler sees all products of a LoRA Linear: they end before Python has called the operator.
+
+    Of long ones the operator's saves time: it makes one pass over the output where the compiler makes five.
+    Sizes that vary are taken for long, as a comparison would become a guard.
+    """
+    if not _library.in_compiler():
+        return False
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports SymPy
+
+    rows = x.numel() // x.shape[-1]
+    return bool(statically_known_true(rows * weight.numel() < SHORT_PRODUCT))
 
 
 def is_sharded(*tensors: Tensor | None) -> bool:

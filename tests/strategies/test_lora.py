@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from functorch.compile import min_cut_rematerialization_partition
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from lowmem_patch import patch_model, patch_report, unpatch_model
-from tests.support.compiler import skipped_where_torch_breaks_the_graph
+from tests.support.compiler import Graphs, skipped_where_torch_breaks_the_graph
 from tests.support.judge import (
     assert_accurate,
     assert_close,
@@ -21,6 +23,7 @@ from tests.support.judge import (
     assert_same_step,
 )
 from tests.support.models import FAMILIES, fill_adapters, randomise
+from tests.support.saved import saved_storages
 from tests.support.step import AUTOCAST, DOUBLE, MODES, cast, in_mode, step, truth_of, twin_of
 
 # PEFT reads a name that transformers has since deprecated
@@ -258,6 +261,31 @@ def test_adapters_wider_than_the_model_compile(make: Make) -> None:
     with skipped_where_torch_breaks_the_graph(unpatched, inputs):
         found = step(compiled, inputs)
     assert_accurate(found, step(model, inputs), truth, MODES["bf16"])
+
+
+@pytest.mark.filterwarnings("ignore:.*(script_method|should not be inst):DeprecationWarning")
+def test_short_products_of_adapters_are_left_to_the_compiler(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python calls no operator for them, and they save no more than the operator."""
+    inputs = FAMILIES["llama"].inputs()
+    del inputs["attention_mask"]  # transformers looks into a mask, which breaks its own graph
+    model = adapt(make("llama").bfloat16(), ["q_proj", "gate_proj", "down_proj"])
+    unpatched, truth = copy.deepcopy(model), truth_of(model, inputs)
+    patch_model(model, example_inputs=inputs)
+    saved = {}
+    for longest in (0, 2**35):
+        monkeypatch.setattr("lowmem_patch.functional.compiled.SHORT_PRODUCT", longest)
+        graphs = Graphs(partition_fn=min_cut_rematerialization_partition)
+        compiled = torch.compile(model, fullgraph=True, backend=graphs.backend)
+        with skipped_where_torch_breaks_the_graph(unpatched, inputs):
+            _, storages = saved_storages(functools.partial(compiled, **inputs))
+            saved[longest] = sum(storages.values())
+            found = step(compiled, inputs)
+        assert_accurate(found, step(model, inputs), truth, MODES["bf16"])
+        names = " ".join(str(node.target) for graph in graphs.made for node in graph.graph.nodes)
+        assert ("activation_linear" in names) == (not longest)
+    assert saved[2**35] <= saved[0]
 
 
 class Between(nn.Module):

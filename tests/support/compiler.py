@@ -16,12 +16,15 @@ from tests.support.models import Inputs
 
 
 class Graphs:
-    """A backend that runs what it is given, and looks at the tensors of forward and backward."""
+    """A backend that runs what it is given, and looks at the tensors of forward and backward.
 
-    def __init__(self) -> None:
+    ``options``: of torch's aot_autograd, as the partition that says what is saved.
+    """
+
+    def __init__(self, **options: Any) -> None:
         torch._dynamo.reset()
         self.made: list[torch.fx.GraphModule] = []
-        run: Any = aot_autograd(fw_compiler=self._note, bw_compiler=self._note)
+        run: Any = aot_autograd(fw_compiler=self._note, bw_compiler=self._note, **options)
         self.backend = run
 
     def _note(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
