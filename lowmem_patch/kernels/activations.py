@@ -14,7 +14,6 @@ long row. The backward also reads x, or gate and up, in 8 bits, and rounds their
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from lowmem_patch.constants import EIGHT_BIT_GROUP, ActivationKind, EightBits
 from lowmem_patch.kernels import _math
-from lowmem_patch.kernels._launch import Launch, as_rows, common_rows, empty
+from lowmem_patch.kernels._launch import as_rows, common_rows, empty, launches
 from lowmem_patch.kernels.eight_bit import values_of
 
 BLOCK = 1024
@@ -135,33 +134,8 @@ def _backward_kernel(
     )
 
 
-@cache
-def _forward_launch(kind: ActivationKind, gated: bool, precise: bool, coarse: bool) -> Launch:
-    return Launch(
-        _forward_kernel,
-        NUM_WARPS,
-        KIND=kind,
-        GATED=gated,
-        PRECISE=precise,
-        COARSE=coarse,
-        BLOCK=BLOCK,
-    )
-
-
-@cache
-def _backward_launch(
-    kind: ActivationKind, gated: bool, hidden: bool, precise: bool, largest: float
-) -> Launch:
-    return Launch(
-        _backward_kernel,
-        NUM_WARPS,
-        KIND=kind,
-        GATED=gated,
-        HIDDEN=hidden,
-        PRECISE=precise,
-        LARGEST=largest,
-        BLOCK=BLOCK,
-    )
+_forward_launch = launches(_forward_kernel, NUM_WARPS, BLOCK)
+_backward_launch = launches(_backward_kernel, NUM_WARPS, BLOCK)
 
 
 def _forward(x: Tensor, up: Tensor | None, kind: ActivationKind, out_dtype: torch.dtype) -> Tensor:

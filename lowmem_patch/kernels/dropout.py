@@ -10,14 +10,12 @@ Element 8 b + i has bit i of byte b; only the last byte is padded (with zeros). 
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowmem_patch.kernels._launch import Launch, empty
+from lowmem_patch.kernels._launch import empty, launches
 
 BLOCK_BYTES = 256
 NUM_WARPS = 4
@@ -82,14 +80,8 @@ def _drop_kernel(
     tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@cache
-def _pack_launch(even: bool) -> Launch:
-    return Launch(_pack_kernel, NUM_WARPS, EVEN=even, BLOCK=BLOCK_BYTES)
-
-
-@cache
-def _drop_launch(dtype: torch.dtype, even: bool) -> Launch:
-    return Launch(_drop_kernel, NUM_WARPS, DTYPE=_ROUNDS[dtype], EVEN=even, BLOCK=BLOCK_BYTES)
+_pack_launch = launches(_pack_kernel, NUM_WARPS, BLOCK_BYTES)
+_drop_launch = launches(_drop_kernel, NUM_WARPS, BLOCK_BYTES)
 
 
 def pack_bool(mask: Tensor) -> Tensor:
@@ -116,5 +108,7 @@ def drop(
     elements, count = x.numel(), bits.numel()
     if elements:
         grid = (-(-count // BLOCK_BYTES), 1, 1)
-        _drop_launch(dtype, elements % 8 == 0)(grid, (x, bits, y), (elements, count, scale))
+        _drop_launch(_ROUNDS[dtype], elements % 8 == 0)(
+            grid, (x, bits, y), (elements, count, scale)
+        )
     return y

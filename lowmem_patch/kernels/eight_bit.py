@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lowmem_patch.constants import EIGHT_BIT_GROUP, EIGHT_BIT_LEVELS
 from lowmem_patch.kernels import _math
-from lowmem_patch.kernels._launch import Launch
+from lowmem_patch.kernels._launch import Launch, launches
 
 BLOCK_GROUPS = 32
 NUM_WARPS = 4
@@ -118,10 +118,8 @@ def _from_kernel(
     tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@cache
-def _to_launch(even: bool) -> Launch:
-    # an AMD GPU's fused multiplication and addition would round other values up than the reference does
-    return Launch(_to_kernel, NUM_WARPS, fuse=False, EVEN=even, BLOCK=BLOCK_GROUPS)
+# an AMD GPU's fused multiplication and addition would round other values up than the reference does
+_to_launch = launches(_to_kernel, NUM_WARPS, BLOCK_GROUPS, fuse=False)
 
 
 @cache

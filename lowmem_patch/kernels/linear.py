@@ -10,15 +10,13 @@ runs in slower kernels.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lowmem_patch.constants import padded_rank
-from lowmem_patch.kernels._launch import Launch
+from lowmem_patch.kernels._launch import launches
 
 BLOCK = 1024
 NUM_WARPS = 4
@@ -50,9 +48,7 @@ def _adapter_kernel(
     tl.store(B_out_ptr + position, lora_B.to(B_out_ptr.dtype.element_ty), mask=inside)
 
 
-@cache
-def _adapter_launch(rank: int) -> Launch:
-    return Launch(_adapter_kernel, NUM_WARPS, RANK=rank, BLOCK=BLOCK)
+_adapter_launch = launches(_adapter_kernel, NUM_WARPS, BLOCK)
 
 
 def adapter_weights(lora_A: Tensor, lora_B: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowmem_patch.constants import NormSettings
-from lowmem_patch.kernels._launch import Launch, multiprocessors
+from lowmem_patch.kernels._launch import Launch, launches, multiprocessors
 from lowmem_patch.kernels.norms import affine_constants, load_vector, scales
 
 # tile of the sum over partial rows: many loads in flight, and programs enough at 768 columns
@@ -149,11 +149,7 @@ def _sums_launch(case: BackwardCase) -> Launch:
     )
 
 
-@cache
-def _total_launch(columns: int) -> Launch:
-    return Launch(
-        _total_kernel, TOTAL_WARPS, COLUMNS=columns, BLOCK_ROWS=TOTAL_ROWS, BLOCK=TOTAL_COLUMNS
-    )
+_total_launch = launches(_total_kernel, TOTAL_WARPS)
 
 
 def partial_sums(case: BackwardCase, like: Tensor, programs: int) -> Tensor:
@@ -186,4 +182,6 @@ def sum_partial(sums: Tensor, vectors: Sequence[Tensor]) -> None:
     """The partial rows to their sums, in one or two ``[N]``."""
     _, programs, columns = sums.shape
     grid = (-(-columns // TOTAL_COLUMNS), len(vectors), 1)
-    _total_launch(columns)(grid, (sums, vectors[0], vectors[-1]), (programs,))
+    _total_launch(columns, TOTAL_ROWS, TOTAL_COLUMNS)(
+        grid, (sums, vectors[0], vectors[-1]), (programs,)
+    )
