@@ -8,9 +8,6 @@ the comparison alone decides.
 Where a GPU compares two half numbers at once, up to seven thresholds take less time than a look-up.
 """
 
-# triton ships no types
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -9,9 +9,6 @@ so where their places are some columns of a tensor; other outputs are contiguous
 long row. The backward also reads x, or gate and up, in 8 bits, and rounds their values to their dtype.
 """
 
-# triton ships no types
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 from __future__ import annotations
 
 from typing import Any

@@ -4,9 +4,6 @@ A plane is what one sample has of one channel. Contiguous tensors are one row a 
 lie last are one column a channel; only BatchNorm reads those. A program takes a tile of rows and columns.
 """
 
-# triton ships no types
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 from __future__ import annotations
 
 from math import prod

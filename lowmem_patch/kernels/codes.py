@@ -17,9 +17,6 @@ are compared with two half numbers at once, on GPUs that can, and else codes and
 multiplications take half the time of integers' shifts.
 """
 
-# triton ships no types
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 from __future__ import annotations
 
 from functools import cache
@@ -29,12 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowmem_patch.constants import (
-    CODES_PER_GROUP,
-    STEP_TABLES,
-    ActivationKind,
-    codes_bytes,
-)
+from lowmem_patch.constants import CODES_PER_GROUP, STEP_TABLES, ActivationKind, codes_bytes
 from lowmem_patch.kernels import _math
 from lowmem_patch.kernels._bins import (
     Bins,

@@ -7,9 +7,6 @@ multiprocessor takes. It goes backwards, since what was read last is there, and 
 writes as not needed again (speed: benchmarks/op_speed.py).
 """
 
-# triton ships no types
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 from __future__ import annotations
 
 from functools import cache

@@ -9,9 +9,6 @@ Saved: y, rstd, weight, bias. Where z was saved instead (NORMALIZED), nothing is
     dx = rstd (g - mean(g) - z mean(g z)),    d_weight = sum over rows of dy z.
 """
 
-# triton ships no types
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -3,9 +3,6 @@
 The sums over rows go to one partial row per program, then to one sum: no atomics, same bits each run.
 """
 
-# triton ships no types
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 from __future__ import annotations
 
 from collections.abc import Sequence

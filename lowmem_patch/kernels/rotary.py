@@ -13,9 +13,6 @@ Saved: cos and sin. A program takes some positions of one sequence and a block o
 that takes a single position reads its cos and sin once for all these heads.
 """
 
-# triton ships no types
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 from __future__ import annotations
 
 from collections.abc import Sequence
