@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from lowmem_patch.constants import ActivationKind as ActivationKind
 from lowmem_patch.constants import NormSettings as NormSettings
-from lowmem_patch.functional._implementation import Implementation as Implementation
+from lowmem_patch.constants import wide as wide
 from lowmem_patch.functional._library import backward_number as backward_number
 from lowmem_patch.functional._library import below_modes as below_modes
 from lowmem_patch.functional._library import compilers_output as compilers_output
@@ -51,7 +51,9 @@ from lowmem_patch.functional.channel_norms import ChannelNorm as ChannelNorm
 from lowmem_patch.functional.channel_norms import channel_statistics as channel_statistics
 from lowmem_patch.functional.compiled import SavedAs as SavedAs
 from lowmem_patch.functional.compiled import is_sharded as is_sharded
+from lowmem_patch.functional.compiled import is_written as is_written
 from lowmem_patch.functional.compiled import limits_of as limits_of
+from lowmem_patch.functional.compiled import placeholder as placeholder
 from lowmem_patch.functional.cross_entropy import linear_cross_entropy as linear_cross_entropy
 from lowmem_patch.functional.cross_entropy import linear_losses as linear_losses
 from lowmem_patch.functional.dropout import dropout_linear as dropout_linear
@@ -60,6 +62,8 @@ from lowmem_patch.functional.eight_bit import EIGHT_BIT_DTYPES as EIGHT_BIT_DTYP
 from lowmem_patch.functional.eight_bit import Memory as Memory
 from lowmem_patch.functional.eight_bit import from_eight_bits as from_eight_bits
 from lowmem_patch.functional.eight_bit import memory_in_eight_bits as memory_in_eight_bits
+from lowmem_patch.functional.eight_bit import stored_linear as stored_linear
+from lowmem_patch.functional.eight_bit import stores_directly as stores_directly
 from lowmem_patch.functional.eight_bit import to_eight_bits as to_eight_bits
 from lowmem_patch.functional.gather import gather as gather
 from lowmem_patch.functional.graph_storage import stored_attention as stored_attention
@@ -68,14 +72,11 @@ from lowmem_patch.functional.head import Labels as Labels
 from lowmem_patch.functional.head import flat as flat
 from lowmem_patch.functional.head import in_compute_dtype as in_compute_dtype
 from lowmem_patch.functional.head import logits_in_chunks as logits_in_chunks
-from lowmem_patch.functional.head import wide as wide
 from lowmem_patch.functional.linear import activation_linear as activation_linear
 from lowmem_patch.functional.linear import recast_linear as recast_linear
 from lowmem_patch.functional.linear import recast_matmul as recast_matmul
 from lowmem_patch.functional.norms import ms_norm as ms_norm
 from lowmem_patch.functional.norms import save_copy as save_copy
-from lowmem_patch.functional.placeholder import is_written as is_written
-from lowmem_patch.functional.placeholder import placeholder as placeholder
 from lowmem_patch.functional.products import LowRank as LowRank
 from lowmem_patch.functional.products import PackedWeight as PackedWeight
 from lowmem_patch.functional.recomputed import ExpertWeight as ExpertWeight
@@ -83,13 +84,10 @@ from lowmem_patch.functional.recomputed import RecomputedMatmul as RecomputedMat
 from lowmem_patch.functional.recomputed import RowBias as RowBias
 from lowmem_patch.functional.recomputed import matrix_product as matrix_product
 from lowmem_patch.functional.recomputed import recomputed_linear as recomputed_linear
-from lowmem_patch.functional.rotary import rotary_embedding as rotary_embedding
 from lowmem_patch.functional.rotary import turned as turned
 from lowmem_patch.functional.rotary import turned_back as turned_back
 from lowmem_patch.functional.scaled_linear import scaled_linear as scaled_linear
-from lowmem_patch.functional.scaled_scores import scaled_scores as scaled_scores
+from lowmem_patch.functional.scaled_linear import scaled_scores as scaled_scores
 from lowmem_patch.functional.shared_input import SharedInput as SharedInput
 from lowmem_patch.functional.shared_input import is_worth_python as is_worth_python
-from lowmem_patch.functional.stored_linear import stored_linear as stored_linear
-from lowmem_patch.functional.stored_linear import stores_directly as stores_directly
 from lowmem_patch.functional.unbind import unbind_permuted as unbind_permuted

@@ -15,8 +15,13 @@ from torch import Tensor
 from lowmem_patch import reference
 from lowmem_patch.constants import STEP_TABLES, ActivationKind, codes_bytes
 from lowmem_patch.functional import _library, compiled
-from lowmem_patch.functional._checks import check_floating
-from lowmem_patch.functional._implementation import Implementation, dispatched, module, resolve
+from lowmem_patch.functional._implementation import (
+    Implementation,
+    check_floating,
+    dispatched,
+    module,
+    resolve,
+)
 from lowmem_patch.functional._ownership import can_be_overwritten
 
 # torch has no operator of its own for the first two, and its operators save the output of the others

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowmem_patch.constants import ActivationKind
+from lowmem_patch.constants import ActivationKind, wide
 from lowmem_patch.functional import _library
 from lowmem_patch.functional._implementation import dispatched, module, resolve
 from lowmem_patch.functional.activations import computed_again
@@ -39,7 +39,7 @@ def _scale(p: float, dtype: torch.dtype, fused: bool, gradient: bool) -> float:
     """
     if not fused:
         return float(torch.ones((), dtype=dtype, device="cpu").div_(1 - p))
-    arithmetic = torch.float64 if dtype == torch.float64 else torch.float32
+    arithmetic = wide(dtype)
     stays = 1 - p if gradient else float(torch.tensor(1 - p, dtype=arithmetic, device="cpu"))
     return float(torch.tensor(1 / stays, dtype=arithmetic, device="cpu"))
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lowmem_patch.functional import _library
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(_library.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, index: Tensor) -> Tensor:
         _library.see_undefined(ctx)
@@ -33,6 +32,4 @@ class _Gather(torch.autograd.Function):
 def gather(tensor: Tensor, dim: int, index: Tensor) -> Tensor:
     """``tensor.gather(dim, index)``, which does not save the tensor. It can be differentiated any number of
     times."""
-    apply: Any = _Gather.apply
-    y: Tensor = apply(tensor, dim, index)
-    return y
+    return _Gather.apply(tensor, dim, index)

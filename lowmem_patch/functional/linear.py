@@ -26,8 +26,7 @@ from torch import Tensor
 
 from lowmem_patch.constants import ActivationKind
 from lowmem_patch.functional import _library, compiled
-from lowmem_patch.functional._checks import check_floating
-from lowmem_patch.functional._implementation import Implementation, resolve
+from lowmem_patch.functional._implementation import Implementation, check_floating, resolve
 from lowmem_patch.functional._ownership import can_be_overwritten, is_checkpoint_packing
 from lowmem_patch.functional.eight_bit import stored_matrix
 from lowmem_patch.functional.products import (
@@ -139,7 +138,7 @@ class _DirectLinear(torch.autograd.Function):
 _call_directly = _library.direct_call(_DirectLinear)
 
 
-class _SavedFirst(torch.autograd.Function):
+class _SavedFirst(_library.Function):
     """The op in a block that is run again in backward: it saves, and its caller computes y afterwards.
 
     Where it is the last to save, torch.utils.checkpoint stops the second run as soon as it has saved
@@ -168,8 +167,7 @@ def _saved_first(*arguments: Any, stored: _Stored) -> Any:
     with torch.no_grad():
         if lora_A is not None:
             low = low_product_op(hidden, lora_A, lora_B, dtype, implementation)
-    apply: Any = _SavedFirst.apply  # has no types
-    y: Any = apply(*arguments, stored, low)
+    y = _SavedFirst.apply(*arguments, stored, low)
     with torch.no_grad():
         if _library.is_eager(*arguments) or isinstance(weight, PackedWeight):
             products = (weight, bias, lora_A, lora_B, scale)
@@ -325,7 +323,7 @@ def _check_weights(x: Tensor, weight: Tensor | PackedWeight, adapter: LowRank | 
         )
 
 
-class _RecastMatmul(torch.autograd.Function):
+class _RecastMatmul(_library.Function):
     @staticmethod
     def forward(ctx: Any, left: Tensor, right: Tensor, dtype: torch.dtype) -> Any:
         _library.see_undefined(ctx)
@@ -374,6 +372,4 @@ def recast_matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
             f"recast_matmul: [..., N, M] and [..., M, K] must share all but the last two dimensions, got "
             f"{tuple(left.shape)} and {tuple(right.shape)}"
         )
-    apply: Any = _RecastMatmul.apply
-    y: Tensor = apply(left, right, dtype)
-    return y
+    return _RecastMatmul.apply(left, right, dtype)
