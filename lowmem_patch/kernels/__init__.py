@@ -6,10 +6,8 @@ modules, no choice of implementation. Importing this package imports Triton.
 
 from __future__ import annotations
 
-from lowmem_patch.kernels.activations import activate as activate
-from lowmem_patch.kernels.activations import activate_backward as activate_backward
-from lowmem_patch.kernels.activations import glu_backward as glu_backward
-from lowmem_patch.kernels.activations import glu_forward as glu_forward
+from lowmem_patch.kernels.activations import activation_backward as activation_backward
+from lowmem_patch.kernels.activations import activation_forward as activation_forward
 from lowmem_patch.kernels.channel_norms import channel_norm_backward as channel_norm_backward
 from lowmem_patch.kernels.channel_norms import channel_norm_forward as channel_norm_forward
 from lowmem_patch.kernels.channel_norms import channel_statistics as channel_statistics

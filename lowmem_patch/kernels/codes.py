@@ -4,11 +4,9 @@ h~(x) = sum a_i relu(x - c_i) stands in for h in backward (arXiv 2406.16282, sec
 dx = dy h~'(x), and h~'(x) = level[code] with code = number of thresholds below x.
 
 Saved: the codes. Eight elements are one 16-byte load of a half tensor, so a thread packs the codes of
-eight into one group of whole words: one of 8, 16 or 32 bits for 1, 2 or 4 bits a code. For 3 bits these
-are 24 bits: a word of the lower 16, in the first two thirds of the memory, and a byte of the higher 8 in the
-last third. So no bit is wasted, no two threads share a word, and each part is read and written as one
-vector. Ten codes in an int32 would take 3.2 bits and loads that no vector fits.
-Element i has the bits from i * bits of its word; only the last group is padded (with zeros).
+eight into one group of whole words, which `lowmem_patch.reference.codes_forward` describes: no bit is
+wasted, no two threads share a word, and each part is read and written as one vector. Ten codes in an int32
+would take 3.2 bits and loads that no vector fits. Only the last group is padded (with zeros).
 
 With 3 and 4 bits comparisons and selections would take longer than the memory traffic: on an H200 there is
 time for 31 instructions an element, of which comparisons and selections count twice. So up to 7 thresholds

@@ -77,10 +77,7 @@ def pack_bool(mask: Tensor) -> Tensor:
 def drop(
     x: Tensor, bits: Tensor, scale: float, dtype: torch.dtype, out_dtype: torch.dtype
 ) -> Tensor:
-    """x times ``scale`` where the bit is 1 and times 0 elsewhere, contiguous, in ``out_dtype``.
-
-    ``x`` and the product are rounded to ``dtype``, in which torch would have computed.
-    """
+    """As of the reference."""
     x = x.contiguous()
     y = empty(x, out_dtype)
     elements, count = x.numel(), bits.numel()

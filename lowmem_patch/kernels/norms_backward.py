@@ -244,10 +244,7 @@ def norm_backward(
     needs: Sequence[bool],
     normalized: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx ``[..., N]`` in ``input_dtype``, d_weight and d_bias ``[N]`` in their parameters' dtypes.
-
-    ``needs``: which of these are asked for; ``normalized``: z stands in the place of y.
-    """
+    """As of the reference."""
     columns = dy.shape[-1]
     rows = dy.numel() // max(1, columns)
     dx = empty(dy, input_dtype) if needs[0] else None

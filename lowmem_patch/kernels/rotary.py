@@ -1,16 +1,7 @@
 """The rotary position embedding of one tensor, its transpose and its inverse, one pass each.
 
-With R columns that turn, in halves x1 and x2, cos = (c1, c2) and sin = (s1, s2), whose halves may differ:
-
-    y1 = x1 c1 - x2 s1,      y2 = x2 c2 + x1 s2,      y[R:] = x[R:]
-    dx1 = dy1 c1 + dy2 s2,   dx2 = dy2 c2 - dy1 s1,   dx[R:] = dy[R:]
-
-    x1 = (y1 c2 + y2 s1) / d,  x2 = (y2 c1 - y1 s2) / d,  d = c1 c2 + s1 s2
-
-The last line is the inverse: 0 where all four are 0, and not finite where else d is 0.
-
-Saved: cos and sin. A program takes some positions of one sequence and a block of heads; one
-that takes a single position reads its cos and sin once for all these heads.
+The formulas stand in `lowmem_patch.reference.rotate`. A program takes some positions of one sequence and a
+block of heads; one that takes a single position reads its cos and sin once for all these heads.
 """
 
 from __future__ import annotations
@@ -158,10 +149,7 @@ def rotate(
     strides: Sequence[int] | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """x turned by the angles (``forward``), or by the transpose or the inverse.
-
-    ``strides`` of the result; None: those of ``torch.empty_like(x)``.
-    """
+    """As of the reference."""
     if strides is None:
         y = torch.empty_like(x, dtype=out_dtype)
     else:

@@ -37,28 +37,52 @@ from lowmem_patch.reference.eight_bit import to_eight_bits as to_eight_bits
 from lowmem_patch.reference.eight_bit import values_of
 
 
-def activate(x: Tensor, kind: ActivationKind, out_dtype: torch.dtype | None = None) -> Tensor:
-    """The framework's own activation function, in ``out_dtype`` or the dtype of ``x``."""
-    y = formulas.FORWARD[kind](x)
-    return y if out_dtype is None else y.to(out_dtype)
+def activate(x: Tensor, kind: ActivationKind) -> Tensor:
+    """The framework's own activation function."""
+    return formulas.FORWARD[kind](x)
 
 
-def activate_backward(
+def activate_backward(dy: Tensor, x: Tensor, kind: ActivationKind) -> Tensor:
+    """dx = dy * h'(x), shape and dtype of ``x``; torch's own formulas."""
+    return formulas.BACKWARD[kind](dy.to(x.dtype), x)
+
+
+def activation_forward(
+    x: Tensor, up: Tensor | None, kind: ActivationKind, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """h(x), or h(x) * up, which is contiguous, by torch's own; in ``out_dtype`` or the promoted dtype."""
+    y = activate(x, kind) if up is None else activate(x, kind) * up
+    y = y if out_dtype is None else y.to(out_dtype)
+    return y if up is None else y.contiguous()
+
+
+def activation_backward(
     dy: Tensor,
     x: Tensor | EightBits,
+    up: Tensor | EightBits | None,
     kind: ActivationKind,
     hidden: Tensor | None = None,
-    into: Tensor | None = None,
-) -> Tensor:
-    """dx = dy * h'(x), shape and dtype of ``x``; torch's own formulas.
+    into: Sequence[Tensor] | None = None,
+) -> Sequence[Tensor]:
+    """dx = dy * h'(x); or d_x = dy * up * h'(x) and d_up = dy * h(x). Contiguous, each in its input's dtype.
 
-    ``hidden`` and ``into``, where given, are overwritten with h(x) and dx; they may be ``dy`` or ``x``.
+    ``hidden`` and ``into``, where given, are overwritten with h(x) or h(x) * up, and with the gradients; they
+    may be ``dy``, ``x`` or ``up``.
     """
     x = values_of(x)
-    dx = formulas.BACKWARD[kind](dy.to(x.dtype), x)
+    if up is None:
+        found = [activate_backward(dy, x, kind)]
+    else:
+        up = values_of(up)
+        dtype = wide(torch.promote_types(x.dtype, up.dtype))
+        d_y, gate = dy.to(dtype), x.to(dtype)
+        d_gate = activate_backward(d_y * up.to(dtype), gate, kind).to(x.dtype)
+        found = [d_gate, (d_y * activate(gate, kind)).to(up.dtype)]
     if hidden is not None:
-        hidden.copy_(activate(x, kind))
-    return dx if into is None else into.copy_(dx)
+        hidden.copy_(activation_forward(x, up, kind))
+    if into is not None:
+        return [place.copy_(gradient) for place, gradient in zip(into, found, strict=True)]
+    return [gradient.contiguous() for gradient in found]
 
 
 def codes_forward(x: Tensor, kind: ActivationKind, bits: int) -> tuple[Tensor, Tensor]:
@@ -126,39 +150,6 @@ def codes_backward(
     slopes = levels[unpacked[: dy.numel()]].view(dy.shape)
     dx = dy.contiguous().to(arithmetic) * slopes
     return (dx.masked_fill_(slopes == 0, 0) if table.exact else dx).to(dtype)
-
-
-def glu_forward(
-    gate: Tensor, up: Tensor, kind: ActivationKind, out_dtype: torch.dtype | None = None
-) -> Tensor:
-    """h(gate) * up in torch's own arithmetic; contiguous, in ``out_dtype`` or the promoted dtype."""
-    y = activate(gate, kind) * up
-    return (y if out_dtype is None else y.to(out_dtype)).contiguous()
-
-
-def glu_backward(
-    dy: Tensor,
-    gate: Tensor | EightBits,
-    up: Tensor | EightBits,
-    kind: ActivationKind,
-    hidden: Tensor | None = None,
-    into: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """d_gate = dy * up * h'(gate) and d_up = dy * h(gate), contiguous, each in its input's dtype.
-
-    ``hidden`` and ``into``, where given, are overwritten with h(gate) * up and with d_gate and d_up; they may
-    be ``dy``, ``gate`` or ``up``.
-    """
-    gate, up = values_of(gate), values_of(up)
-    dtype = wide(torch.promote_types(gate.dtype, up.dtype))
-    d_y, x = dy.to(dtype), gate.to(dtype)
-    d_gate = activate_backward(d_y * up.to(dtype), x, kind).to(gate.dtype)
-    d_up = (d_y * activate(x, kind)).to(up.dtype)
-    if hidden is not None:
-        hidden.copy_(activate(gate, kind) * up)
-    if into is not None:
-        return into[0].copy_(d_gate), into[1].copy_(d_up)
-    return d_gate.contiguous(), d_up.contiguous()
 
 
 def norm_forward(
@@ -267,7 +258,7 @@ def norm_backward(
     Saved: y, rstd, weight, bias; x is not needed.
 
     Args:
-        needs: which of the gradients of x, weight and bias are asked for.
+        needs: which of the gradients of x (in ``input_dtype``), weight and bias (in theirs) are asked for.
     """
     needs_input, needs_weight, needs_bias = needs
     dtype, size = rstd.dtype, dy.shape[-1]
