@@ -33,19 +33,11 @@ GROUP = tl.constexpr(EIGHT_BIT_GROUP)
 # accesses of the last block would be scalar.
 @triton.jit(do_not_specialize=["blocks_per_row"])
 def _forward_kernel(
-    x_ptr,
-    up_ptr,
-    y_ptr,
-    blocks_per_row,
-    columns,
-    x_stride,
-    up_stride,
-    KIND: tl.constexpr,
-    GATED: tl.constexpr,
-    PRECISE: tl.constexpr,
-    COARSE: tl.constexpr,
+    x_ptr, up_ptr, y_ptr,
+    blocks_per_row, columns, x_stride, up_stride,
+    KIND: tl.constexpr, GATED: tl.constexpr, PRECISE: tl.constexpr, COARSE: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     row = program // blocks_per_row
     column = (program % blocks_per_row) * BLOCK + tl.arange(0, BLOCK)
@@ -72,28 +64,11 @@ def _read(
 # the scales begin where no stride is a multiple of 16
 @triton.jit(do_not_specialize=["blocks_per_row", "first_group"])
 def _backward_kernel(
-    dy_ptr,
-    x_ptr,
-    up_ptr,
-    dx_ptr,
-    d_up_ptr,
-    hidden_ptr,
-    x_scales_ptr,
-    up_scales_ptr,
-    blocks_per_row,
-    first_group,
-    columns,
-    dy_stride,
-    x_stride,
-    up_stride,
-    dx_stride,
-    KIND: tl.constexpr,
-    GATED: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    PRECISE: tl.constexpr,
-    LARGEST: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    dy_ptr, x_ptr, up_ptr, dx_ptr, d_up_ptr, hidden_ptr, x_scales_ptr, up_scales_ptr,
+    blocks_per_row, first_group, columns, dy_stride, x_stride, up_stride, dx_stride,
+    KIND: tl.constexpr, GATED: tl.constexpr, HIDDEN: tl.constexpr, PRECISE: tl.constexpr,
+    LARGEST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     row = program // blocks_per_row
     start = (program % blocks_per_row) * BLOCK

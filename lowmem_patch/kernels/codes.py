@@ -223,17 +223,11 @@ def _codes_forward_kernel(
 
 @triton.jit(do_not_specialize=["elements", "groups"])
 def _codes_backward_kernel(
-    dy_ptr,
-    codes_ptr,
-    dx_ptr,
-    elements,
-    groups,
-    LEVELS: tl.constexpr,
-    EXACT: tl.constexpr,
-    BITS: tl.constexpr,
-    EVEN: tl.constexpr,
+    dy_ptr, codes_ptr, dx_ptr,
+    elements, groups,
+    LEVELS: tl.constexpr, EXACT: tl.constexpr, BITS: tl.constexpr, EVEN: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     first, own, offsets, mask = _tile(elements, groups, EVEN, BLOCK)
     dy = tl.load(dy_ptr + first * GROUP + offsets, mask=mask, other=0.0).to(tl.float32)
     slope = _level_of(codes_ptr, groups, first, own, LEVELS, BITS, BLOCK)

@@ -40,16 +40,10 @@ def _pack_kernel(flags_ptr, bits_ptr, elements, count, EVEN: tl.constexpr, BLOCK
 
 @triton.jit(do_not_specialize=["elements", "count", "scale"])
 def _drop_kernel(
-    x_ptr,
-    bits_ptr,
-    y_ptr,
-    elements,
-    count,
-    scale,
-    DTYPE: tl.constexpr,
-    EVEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x_ptr, bits_ptr, y_ptr,
+    elements, count, scale,
+    DTYPE: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     byte, offsets, mask = group_tile(elements, count, 8, EVEN, BLOCK)
     x = _round(tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32), DTYPE)
     packed = tl.load(bits_ptr + byte, mask=byte < count, other=0).to(tl.int32)

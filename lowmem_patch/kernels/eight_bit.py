@@ -100,15 +100,10 @@ def values_of(integers, scale, LARGEST: tl.constexpr):
 
 @triton.jit(do_not_specialize=["elements", "groups"])
 def _from_kernel(
-    integers_ptr,
-    scales_ptr,
-    y_ptr,
-    elements,
-    groups,
-    LARGEST: tl.constexpr,
-    EVEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    integers_ptr, scales_ptr, y_ptr,
+    elements, groups,
+    LARGEST: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     group, offsets, mask = group_tile(elements, groups, GROUP, EVEN, BLOCK)
     integers = tl.load(integers_ptr + offsets, mask=mask, other=0).to(tl.float32)
     scale = tl.load(scales_ptr + group, mask=group < groups, other=0.0).to(tl.float32)

@@ -23,17 +23,10 @@ NUM_WARPS = 4
 
 @triton.jit(do_not_specialize=["rank", "A_elements", "padded_A", "padded_B"])
 def _adapter_kernel(
-    A_ptr,
-    B_ptr,
-    A_out_ptr,
-    B_out_ptr,
-    rank,
-    A_elements,
-    padded_A,
-    padded_B,
-    RANK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    A_ptr, B_ptr, A_out_ptr, B_out_ptr,
+    rank, A_elements, padded_A, padded_B,
+    RANK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     lora_A = tl.load(A_ptr + position, mask=position < A_elements, other=0.0)
     tl.store(A_out_ptr + position, lora_A.to(A_out_ptr.dtype.element_ty), mask=position < padded_A)
@@ -69,16 +62,10 @@ _SCALED_BLOCK, _SCALED_WARPS = 2048, 8
 
 @triton.jit(do_not_specialize=["factor_step"])
 def _scaled_gradients_kernel(
-    product_ptr,
-    weight_ptr,
-    factor_ptr,
-    gradient_ptr,
-    sum_ptr,
-    factor_step,
-    columns,
-    STORES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    product_ptr, weight_ptr, factor_ptr, gradient_ptr, sum_ptr,
+    factor_step, columns,
+    STORES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     factor = tl.load(factor_ptr + row * factor_step).to(tl.float32)
     total = tl.zeros([BLOCK], dtype=tl.float32)

@@ -68,29 +68,12 @@ def tile_mask(row, rows, inside, BLOCK_ROWS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "eps"])
 def _forward_kernel(
-    x_ptr,
-    y_ptr,
-    rstd_ptr,
-    z_ptr,
-    copy_ptr,
-    weight_ptr,
-    bias_ptr,
-    integers_ptr,
-    scales_ptr,
-    rows,
-    eps,
-    x_stride,
-    COLUMNS: tl.constexpr,
-    STORES_Z: tl.constexpr,
-    STORES_COPY: tl.constexpr,
-    IN_EIGHT_BITS: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    CENTERED: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x_ptr, y_ptr, rstd_ptr, z_ptr, copy_ptr, weight_ptr, bias_ptr, integers_ptr, scales_ptr,
+    rows, eps, x_stride,
+    COLUMNS: tl.constexpr, STORES_Z: tl.constexpr, STORES_COPY: tl.constexpr,
+    IN_EIGHT_BITS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    OFFSET: tl.constexpr, CENTERED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.arange(0, BLOCK)
     inside = column < COLUMNS
@@ -126,25 +109,12 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["rows", "eps"])
 def _forward_long_row_kernel(
-    x_ptr,
-    y_ptr,
-    rstd_ptr,
-    z_ptr,
-    copy_ptr,
-    weight_ptr,
-    bias_ptr,
-    rows,
-    eps,
-    x_stride,
-    COLUMNS: tl.constexpr,
-    STORES_Z: tl.constexpr,
-    STORES_COPY: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    CENTERED: tl.constexpr,
+    x_ptr, y_ptr, rstd_ptr, z_ptr, copy_ptr, weight_ptr, bias_ptr,
+    rows, eps, x_stride,
+    COLUMNS: tl.constexpr, STORES_Z: tl.constexpr, STORES_COPY: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, OFFSET: tl.constexpr, CENTERED: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     y_ptr += row * COLUMNS
@@ -283,18 +253,11 @@ _AFFINE_WARPS = 8
 
 @triton.jit(do_not_specialize=["rows"])
 def _affine_kernel(
-    z_ptr,
-    y_ptr,
-    weight_ptr,
-    bias_ptr,
-    rows,
-    columns,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    z_ptr, y_ptr, weight_ptr, bias_ptr,
+    rows, columns,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, OFFSET: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns

@@ -40,18 +40,10 @@ class BackwardCase(NamedTuple):
 @triton.jit
 def store_sums(
     sums_ptr,
-    program,
-    programs,
-    column,
-    mask,
-    d_weight,
-    d_bias,
-    inverse,
-    COLUMNS: tl.constexpr,
-    NORMALIZED: tl.constexpr,
-    NEEDS_WEIGHT: tl.constexpr,
+    program, programs, column, mask, d_weight, d_bias, inverse,
+    COLUMNS: tl.constexpr, NORMALIZED: tl.constexpr, NEEDS_WEIGHT: tl.constexpr,
     NEEDS_BIAS: tl.constexpr,
-):
+):  # fmt: skip
     """The sums of one program to its partial rows; that of dy (y - bias) is divided by gamma."""
     partial = program.to(tl.int64) * COLUMNS + column
     if NEEDS_WEIGHT:
@@ -65,24 +57,12 @@ def store_sums(
 
 @triton.jit(do_not_specialize=["rows", "rows_per_program"])
 def _sums_kernel(
-    dy_ptr,
-    y_ptr,
-    weight_ptr,
-    bias_ptr,
-    sums_ptr,
-    rows,
-    rows_per_program,
-    dy_stride,
-    y_stride,
-    COLUMNS: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    NORMALIZED: tl.constexpr,
-    NEEDS_WEIGHT: tl.constexpr,
-    NEEDS_BIAS: tl.constexpr,
+    dy_ptr, y_ptr, weight_ptr, bias_ptr, sums_ptr,
+    rows, rows_per_program, dy_stride, y_stride,
+    COLUMNS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, OFFSET: tl.constexpr,
+    NORMALIZED: tl.constexpr, NEEDS_WEIGHT: tl.constexpr, NEEDS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """d_weight and d_bias alone, by columns: for long rows, and where dx is not asked for."""
     group = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -107,14 +87,10 @@ def _sums_kernel(
 
 @triton.jit(do_not_specialize=["programs"])
 def _total_kernel(
-    sums_ptr,
-    first_ptr,
-    second_ptr,
+    sums_ptr, first_ptr, second_ptr,
     programs,
-    COLUMNS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The partial rows of one or two vectors to their sums, rounded once to the parameter's dtype."""
     which = tl.program_id(1)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

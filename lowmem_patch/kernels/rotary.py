@@ -53,31 +53,12 @@ def _copy_rest(x_ptr, y_ptr, present, REST: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["blocks", "positions", "heads"])
 def _rotate_kernel(
-    x_ptr,
-    cos_ptr,
-    sin_ptr,
-    y_ptr,
-    blocks,
-    positions,
-    heads,
-    x_batch,
-    x_position,
-    x_head,
-    y_batch,
-    y_position,
-    y_head,
-    cos_batch,
-    cos_position,
-    sin_batch,
-    sin_position,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-    DIRECTION: tl.constexpr,
-    BLOCK_POSITIONS: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-):
+    x_ptr, cos_ptr, sin_ptr, y_ptr,
+    blocks, positions, heads, x_batch, x_position, x_head, y_batch, y_position, y_head, cos_batch,
+    cos_position, sin_batch, sin_position,
+    HALF: tl.constexpr, REST: tl.constexpr, DIRECTION: tl.constexpr, BLOCK_POSITIONS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     batch = (program // blocks).to(tl.int64)
     position = (program % blocks).to(tl.int64) * BLOCK_POSITIONS + tl.arange(0, BLOCK_POSITIONS)
