@@ -65,7 +65,6 @@ from lowmem_patch.functional.eight_bit import memory_in_eight_bits as memory_in_
 from lowmem_patch.functional.eight_bit import stored_linear as stored_linear
 from lowmem_patch.functional.eight_bit import stores_directly as stores_directly
 from lowmem_patch.functional.eight_bit import to_eight_bits as to_eight_bits
-from lowmem_patch.functional.gather import gather as gather
 from lowmem_patch.functional.graph_storage import stored_attention as stored_attention
 from lowmem_patch.functional.head import Head as Head
 from lowmem_patch.functional.head import Labels as Labels
@@ -86,8 +85,9 @@ from lowmem_patch.functional.recomputed import matrix_product as matrix_product
 from lowmem_patch.functional.recomputed import recomputed_linear as recomputed_linear
 from lowmem_patch.functional.rotary import turned as turned
 from lowmem_patch.functional.rotary import turned_back as turned_back
+from lowmem_patch.functional.row_moves import gather as gather
+from lowmem_patch.functional.row_moves import unbind_permuted as unbind_permuted
 from lowmem_patch.functional.scaled_linear import scaled_linear as scaled_linear
 from lowmem_patch.functional.scaled_linear import scaled_scores as scaled_scores
 from lowmem_patch.functional.shared_input import SharedInput as SharedInput
 from lowmem_patch.functional.shared_input import is_worth_python as is_worth_python
-from lowmem_patch.functional.unbind import unbind_permuted as unbind_permuted

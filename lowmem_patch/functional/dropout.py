@@ -68,13 +68,6 @@ _drop_bits = _library.Operator(
 )
 
 
-def _dropped(
-    x: Tensor, bits: Tensor, p: float, gradient: bool, dtype: torch.dtype, out_dtype: torch.dtype
-) -> Tensor:
-    y: Tensor = _drop_bits(x, bits, p, gradient, dtype, out_dtype, resolve("auto", x))
-    return y
-
-
 def _draw(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
     """The dropout's value and its mask, from the random numbers that ``F.dropout(x, p)`` would take."""
     if x.is_cuda:
@@ -99,7 +92,8 @@ class _PackedDropout(torch.autograd.Function):
     @_library.first_order("packed_dropout")
     def backward(ctx: Any, dy: Tensor, _: None) -> Any:
         (bits,) = ctx.saved_tensors
-        return _dropped(dy, bits, ctx.p, True, ctx.dtype, ctx.dtype), None
+        settings = (ctx.p, True, ctx.dtype, ctx.dtype, resolve("auto", dy))
+        return _drop_bits(dy, bits, *settings), None
 
 
 _apply = _library.direct_call(_PackedDropout)
@@ -131,7 +125,8 @@ def _input_again(
     x, *more, bits = sources
     if kind is not None:
         x = computed_again(x, *more, kind=kind)
-    return _dropped(x, bits, p, False, value_dtype, dtype)
+    value: Tensor = _drop_bits(x, bits, p, False, value_dtype, dtype, resolve("auto", x))
+    return value
 
 
 def dropout_linear(

@@ -159,17 +159,12 @@ class _ScaledScores(_library.Function):
                 products = low @ b.mT
                 if for_scale:
                     each = (products.to(wide(a.dtype)) * a).sum((-2, -1), keepdim=True)
-                    d_scale = each.sum_to_size(_aligned(scale, each)).view(scale.shape)
-                    d_scale = d_scale.to(scale.dtype)
+                    aligned = [1] * (each.dim() - scale.dim()) + list(scale.shape)
+                    d_scale = each.sum_to_size(aligned).view(scale.shape).to(scale.dtype)
                 d_a = (products * scale).to(a.dtype) if for_a else None
             if for_b:
                 d_b = (a.mT @ low * scale).to(b.dtype)
         return None, d_scale, d_a, d_b
-
-
-def _aligned(scale: Tensor, each: Tensor) -> list[int]:
-    """The shape of a scale with as many dimensions as what it multiplies."""
-    return [1] * (each.dim() - scale.dim()) + list(scale.shape)
 
 
 def scaled_scores(y: Tensor, scale: Tensor, a: Tensor, b: Tensor) -> Tensor:

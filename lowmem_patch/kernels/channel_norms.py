@@ -7,7 +7,7 @@ lie last are one column a channel; only BatchNorm reads those. A program takes a
 from __future__ import annotations
 
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -22,24 +22,16 @@ _ELEMENTS = 2048  # of a tile
 _NUM_WARPS = 4
 
 
-class _Rows(NamedTuple):
-    """How a tensor ``[B, C, ...]`` is read.
+def _rows(x: Tensor, groups: int) -> tuple[int, int, bool]:
+    """As how many rows and columns ``[B, C, ...]`` is read, and whether the channels lie last.
 
-    Attributes:
-        rows, columns: planes and their elements; or B times these, and C, where the channels lie ``last``.
+    There are planes and their elements; or B times these, and C, where the channels lie last.
     """
-
-    rows: int
-    columns: int
-    last: bool
-
-
-def _rows(x: Tensor, groups: int) -> _Rows:
     samples, channels, *rest = x.shape
     plane = prod(rest)
     if not groups and (plane == 1 or not x.is_contiguous()):
-        return _Rows(samples * plane, channels, True)
-    return _Rows(samples * channels, plane, False)
+        return samples * plane, channels, True
+    return samples * channels, plane, False
 
 
 def _tile(columns: int) -> tuple[int, int]:
