@@ -201,17 +201,17 @@ def activation_cases(kind: str) -> Iterator[Case]:
     op, sizes = f"{kind} -> 2 bits", (2 * size + codes, 2 * size + codes)
     xs = [tensor(*CODES_SHAPE, grad=True) for _ in input_sets(size)]
     with torch.no_grad():
-        forwards = [lambda x=x: kernels.activate(x, kind) for x in xs]
+        forwards = [lambda x=x: kernels.activation_forward(x, None, kind) for x in xs]
         yield Case(f"{kind} forward", CODES_SHAPE, "ours", 2 * size, forwards)
         dys = [torch.randn_like(x) for x in xs]
         backwards = [
-            lambda x=x, dy=dy: kernels.activate_backward(dy, x, kind)
+            lambda x=x, dy=dy: kernels.activation_backward(dy, x, None, kind)
             for x, dy in zip(xs, dys, strict=True)
         ]
         yield Case(f"{kind} backward", CODES_SHAPE, "ours", 3 * size, backwards)
         # as a Linear behind the activation calls it: the value again, in the place of its gradient
         backwards = [
-            lambda x=x, dy=dy: kernels.activate_backward(dy, x, kind, dy)
+            lambda x=x, dy=dy: kernels.activation_backward(dy, x, None, kind, dy)
             for x, dy in zip(xs, dys, strict=True)
         ]
         yield Case(f"{kind} backward and value", CODES_SHAPE, "ours", 4 * size, backwards)
@@ -238,16 +238,16 @@ def glu_cases(packed: bool) -> Iterator[Case]:
             gate, up = gate.contiguous(), up.contiguous()
         halves.append((gate.requires_grad_(), up.requires_grad_()))
     with torch.no_grad():
-        forwards = [lambda h=h: kernels.glu_forward(*h, "silu") for h in halves]
+        forwards = [lambda h=h: kernels.activation_forward(*h, "silu") for h in halves]
         yield Case(f"{op} forward", GLU_SHAPE, "ours", sizes[0], forwards)
         dys = [tensor(rows, columns) for _ in halves]
         backwards = [
-            lambda h=h, dy=dy: kernels.glu_backward(dy, *h, "silu")
+            lambda h=h, dy=dy: kernels.activation_backward(dy, *h, "silu")
             for h, dy in zip(halves, dys, strict=True)
         ]
         yield Case(f"{op} backward", GLU_SHAPE, "ours", sizes[1], backwards)
         backwards = [
-            lambda h=h, dy=dy: kernels.glu_backward(dy, *h, "silu", dy)
+            lambda h=h, dy=dy: kernels.activation_backward(dy, *h, "silu", dy)
             for h, dy in zip(halves, dys, strict=True)
         ]
         yield Case(f"{op} backward and value", GLU_SHAPE, "ours", 6 * size, backwards)

@@ -194,3 +194,8 @@ class NormSettings(NamedTuple):
 def padded_rank(rank: int, dtype: torch.dtype) -> int:
     """The rank with which an adapter's products are computed: tensor cores want 16 bytes at a time."""
     return -(-rank // 8) * 8 if dtype.itemsize == 2 else rank
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the arithmetic: float64 for float64 and float32 otherwise."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowmem_patch.constants import QUICK_GELU_SCALE, SELU_ALPHA, SELU_SCALE, ActivationKind
+from lowmem_patch.constants import QUICK_GELU_SCALE, SELU_ALPHA, SELU_SCALE, ActivationKind, wide
 
 _aten = torch.ops.aten
 FORWARD: Final[dict[ActivationKind, Callable[[Tensor], Tensor]]] = {
@@ -55,6 +55,6 @@ BACKWARD: Final[dict[ActivationKind, Callable[[Tensor, Tensor], Tensor]]] = {
 
 def _quick_gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
     # h(x) = silu(s x) / s, so h'(x) = silu'(s x)
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = wide(x.dtype)
     dx: Tensor = _aten.silu_backward(dy.to(dtype), QUICK_GELU_SCALE * x.to(dtype))
     return dx.to(x.dtype)

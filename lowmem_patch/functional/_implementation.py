@@ -1,4 +1,4 @@
-"""Which implementation runs: decided per call, in one place."""
+"""Which implementation runs: decided per call, in one place; and which tensors the ops take."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from lowmem_patch import reference
 
 Implementation = Literal["auto", "triton", "reference"]
 
+_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 # bool: the flags that are packed
 _KERNEL_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.bool))
 _TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
@@ -95,3 +96,12 @@ def dispatched(name: str) -> Callable[..., Any]:
         return getattr(module(arguments[-1]), name)(*arguments[:-1])
 
     return run
+
+
+def check_floating(operator: str, name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):  # what only behaves like one would lose its gradient
+        raise TypeError(f"{operator}: {name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in _DTYPES:
+        raise TypeError(
+            f"{operator}: {name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}"
+        )

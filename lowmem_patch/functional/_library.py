@@ -201,6 +201,12 @@ def _without_none(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+class Function(torch.autograd.Function):
+    """Torch's, with a type for what gives one tensor."""
+
+    apply: Callable[..., Tensor]
+
+
 def direct_call(function: Any) -> Callable[..., Any]:
     """``Function.apply`` without its search for torch.func's wrappers, which nothing here meets."""
     base: Any = super(torch.autograd.Function, function)

@@ -15,52 +15,29 @@ from torch import Tensor
 from lowmem_patch import reference
 from lowmem_patch.constants import STEP_TABLES, ActivationKind, codes_bytes
 from lowmem_patch.functional import _library, compiled
-from lowmem_patch.functional._checks import check_floating
-from lowmem_patch.functional._implementation import Implementation, dispatched, module, resolve
+from lowmem_patch.functional._implementation import (
+    Implementation,
+    check_floating,
+    dispatched,
+    module,
+    resolve,
+)
 from lowmem_patch.functional._ownership import can_be_overwritten
 
 # torch has no operator of its own for the first two, and its operators save the output of the others
 _NOT_TORCHS = ("quick_gelu", "relu_squared", "relu", "sigmoid", "tanh")
 
 
-def gradients(
-    operations: Any,
-    dy: Tensor,
-    x: Tensor,
-    up: Tensor | None,
-    kind: Any,
-    hidden: Tensor | None = None,
-    into: Any = None,
-) -> tuple[Tensor, ...]:
-    """Those of x, or of x and up, by one implementation; h(x) or h(x) * up goes into ``hidden``, and they
-    into ``into``, where given."""
-    if up is None:
-        return (operations.activate_backward(dy, x, kind, hidden, into),)
-    found: tuple[Tensor, ...] = operations.glu_backward(dy, x, up, kind, hidden, into)
-    return found
-
-
 def _forward(x: Tensor, up: Tensor | None, kind: str, implementation: str) -> Tensor:
-    y: Tensor
-    if up is None:
-        y = module(implementation).activate(x, kind).contiguous()
-    else:
-        y = module(implementation).glu_forward(x, up, kind)
-    return y
-
-
-def _backward(
-    dy: Tensor, x: Tensor, up: Tensor | None, kind: str, implementation: str
-) -> list[Tensor]:
-    found = gradients(module(implementation), dy, x, up, kind)
-    return [gradient.contiguous() for gradient in found]
+    y: Tensor = module(implementation).activation_forward(x, up, kind)
+    return y.contiguous()
 
 
 def _backward_over(
     dy: Tensor, gate: Tensor, up: Tensor, kind: ActivationKind, implementation: str
 ) -> None:
     """d_gate takes the place of up, and d_up that of gate."""
-    module(implementation).glu_backward(dy, gate, up, kind, None, (up, gate))
+    module(implementation).activation_backward(dy, gate, up, kind, None, (up, gate))
 
 
 _activation = _library.Operator(
@@ -72,7 +49,7 @@ _activation = _library.Operator(
 )
 _gradients = _library.Operator(
     "activation_backward(Tensor dy, Tensor x, Tensor? up, str kind, str implementation) -> Tensor[]",
-    _backward,
+    dispatched("activation_backward"),
     lambda dy, x, up, kind, implementation: [
         t.new_empty(t.shape) for t in (x, up) if t is not None
     ],

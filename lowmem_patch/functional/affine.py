@@ -36,7 +36,7 @@ from lowmem_patch.functional.products import (
     unpacked,
 )
 from lowmem_patch.functional.products_backward import linear_backward, one_for_each
-from lowmem_patch.functional.shared_value import SharedValue
+from lowmem_patch.functional.shared_input import SharedValue
 
 
 def _implementation(tensor: Tensor) -> str:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowmem_patch.constants import ActivationKind, ChannelNormInput
+from lowmem_patch.constants import ActivationKind, ChannelNormInput, wide
 from lowmem_patch.functional import _library
 from lowmem_patch.functional._implementation import dispatched, module, resolve
 
@@ -91,8 +91,7 @@ def channel_statistics(
 
 def _statistics_fake(x: Tensor, groups: int, *_: Any) -> tuple[Tensor, Tensor]:
     length = x.shape[0] * groups if groups else x.shape[1]
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return x.new_empty(length, dtype=dtype), x.new_empty(length, dtype=dtype)
+    return x.new_empty(length, dtype=wide(x.dtype)), x.new_empty(length, dtype=wide(x.dtype))
 
 
 def _backward_fake(

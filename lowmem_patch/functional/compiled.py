@@ -20,7 +20,7 @@ share nothing with it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -97,7 +97,7 @@ def linear(
     return y + linear(linear(x, lora_A, None, dtype), lora_B, None, dtype) * scale
 
 
-class _Near(torch.autograd.Function):
+class _Near(_library.Function):
     """``values``, which are near ``x``, in its place: the gradient goes to ``x``."""
 
     @staticmethod
@@ -110,13 +110,7 @@ class _Near(torch.autograd.Function):
         return reference.cast(dy, ctx.dtype), None
 
 
-def _near(x: Tensor, values: Tensor) -> Tensor:
-    apply: Any = _Near.apply
-    near: Tensor = apply(x, values)
-    return near
-
-
-class _StoredLinear(torch.autograd.Function):
+class _StoredLinear(_library.Function):
     """F.linear of ``hidden``, plus an adapter's product, whose backward reads ``near`` in its place."""
 
     @staticmethod
@@ -187,7 +181,7 @@ def stored_linear(
         if near is not None:
             nears = [reference.cast(near, dtype)]
         else:
-            nears = [_near(source, graph_values(source)) for source in sources]
+            nears = [_Near.apply(source, graph_values(source)) for source in sources]
         hidden, near = (
             h[0] if kind == IDENTITY else reference.cast(_activation(h[0], kind, *h[1:]), dtype)
             for h in (plain, nears)
@@ -195,12 +189,10 @@ def stored_linear(
         weight = weight if weight.dtype == dtype else cast(weight, dtype)
         bias = None if bias is None else reference.cast(bias, dtype)
         rest = (None, None, 1.0) if adapter is None else adapter
-        apply: Any = _StoredLinear.apply
-        y: Tensor = apply(near, hidden, weight, bias, *rest, resolve("auto", hidden))
-    return y
+        return _StoredLinear.apply(near, hidden, weight, bias, *rest, resolve("auto", hidden))
 
 
-class _Norm(torch.autograd.Function):
+class _Norm(_library.Function):
     """`reference.norm` and `reference.norm_backward`.
 
     The latter reads ``saved``, y or z; where that is None, the output rounded to ``saved_dtype``. With
@@ -267,11 +259,9 @@ def norm(
         saved_as: of the output: gradients are NaN where gamma has passed its `limits_of` since the graph was
             made. None: z is saved.
     """
-    apply: Any = _Norm.apply
     if saved_as is not None:
-        y: Tensor = apply(x, weight, bias, None, settings, out_dtype, saved_dtype, saved_as)
-        return y
-    z = apply(x, None, None, None, settings, saved_dtype, saved_dtype, None)
+        return _Norm.apply(x, weight, bias, None, settings, out_dtype, saved_dtype, saved_as)
+    z = _Norm.apply(x, None, None, None, settings, saved_dtype, saved_dtype, None)
     return _recomputed(reference.affine, z, weight, bias, settings, out_dtype)
 
 
@@ -288,9 +278,8 @@ def stored_norm(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         near = values = graph_values(reference.norm(x, *affine, settings, saved_dtype)[0])
         if saved_as is None:
             near = reference.affine(values, weight, bias, settings, saved_dtype)
-    apply: Any = _Norm.apply
-    y = apply(x, weight, bias, values, settings, out_dtype, saved_dtype, saved_as)
-    return y, _near(y, near)
+    y = _Norm.apply(x, weight, bias, values, settings, out_dtype, saved_dtype, saved_as)
+    return y, _Near.apply(y, near)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter, type(None))
@@ -349,3 +338,25 @@ def foreign_norm(
 
 def _plain_norm(*arguments: Any) -> Tensor:
     return reference.norm(*arguments)[0]
+
+
+def _one_number(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """One number in the memory of a whole tensor: what a graph has in the place of values that wait."""
+    number = like.new_full((), torch.nan, dtype=dtype)
+    # as expand, which gives sizes of one other strides
+    return number.as_strided(shape, (0,) * len(shape))
+
+
+# An operator, since the compiler makes an expanded tensor that leaves its graph again from its one number,
+# and loses a write into it. An operator's result has a memory of its own, and strides that tell of a write.
+placeholder = _library.Operator(
+    "placeholder(Tensor like, SymInt[] shape, ScalarType dtype) -> Tensor",
+    _one_number,
+    lambda like, shape, dtype: like.new_empty_strided(shape, (0,) * len(shape), dtype=dtype),
+)
+
+
+def is_written(tensor: Tensor) -> bool:
+    """Whether a placeholder that has left its graph holds anything else."""
+    # a graph that is run as it is writes in place
+    return any(tensor.stride()) or tensor._version > 0

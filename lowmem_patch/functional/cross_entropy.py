@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lowmem_patch.constants import wide
 from lowmem_patch.functional import _library
 from lowmem_patch.functional._implementation import Implementation, dispatched, resolve
 from lowmem_patch.functional._library import in_compiler
@@ -36,7 +37,6 @@ from lowmem_patch.functional.head import (
     in_compute_dtype,
     labelled_rows,
     logits_in_chunks,
-    wide,
 )
 
 # Probabilities below float16's range would be lost; what is multiplied with them is divided out again.

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowmem_patch.constants import ActivationKind
+from lowmem_patch.constants import ActivationKind, wide
 from lowmem_patch.functional import _library
 from lowmem_patch.functional._implementation import dispatched, module, resolve
 from lowmem_patch.functional.activations import computed_again
@@ -39,7 +39,7 @@ def _scale(p: float, dtype: torch.dtype, fused: bool, gradient: bool) -> float:
     """
     if not fused:
         return float(torch.ones((), dtype=dtype, device="cpu").div_(1 - p))
-    arithmetic = torch.float64 if dtype == torch.float64 else torch.float32
+    arithmetic = wide(dtype)
     stays = 1 - p if gradient else float(torch.tensor(1 - p, dtype=arithmetic, device="cpu"))
     return float(torch.tensor(1 / stays, dtype=arithmetic, device="cpu"))
 
@@ -68,13 +68,6 @@ _drop_bits = _library.Operator(
 )
 
 
-def _dropped(
-    x: Tensor, bits: Tensor, p: float, gradient: bool, dtype: torch.dtype, out_dtype: torch.dtype
-) -> Tensor:
-    y: Tensor = _drop_bits(x, bits, p, gradient, dtype, out_dtype, resolve("auto", x))
-    return y
-
-
 def _draw(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
     """The dropout's value and its mask, from the random numbers that ``F.dropout(x, p)`` would take."""
     if x.is_cuda:
@@ -99,7 +92,8 @@ class _PackedDropout(torch.autograd.Function):
     @_library.first_order("packed_dropout")
     def backward(ctx: Any, dy: Tensor, _: None) -> Any:
         (bits,) = ctx.saved_tensors
-        return _dropped(dy, bits, ctx.p, True, ctx.dtype, ctx.dtype), None
+        settings = (ctx.p, True, ctx.dtype, ctx.dtype, resolve("auto", dy))
+        return _drop_bits(dy, bits, *settings), None
 
 
 _apply = _library.direct_call(_PackedDropout)
@@ -131,7 +125,8 @@ def _input_again(
     x, *more, bits = sources
     if kind is not None:
         x = computed_again(x, *more, kind=kind)
-    return _dropped(x, bits, p, False, value_dtype, dtype)
+    value: Tensor = _drop_bits(x, bits, p, False, value_dtype, dtype, resolve("auto", x))
+    return value
 
 
 def dropout_linear(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,31 +49,20 @@ _packed_op = _library.Operator(
 )
 
 
-class _Place(NamedTuple):
-    """A tensor as part of a memory that is stored.
+def _place(x: Tensor, beside: tuple[Tensor, ...] = ()) -> tuple[Tensor, Any, Any, Any]:
+    """A memory that is stored, contiguous and without a gradient; size, strides and offset of ``x`` in it.
 
-    Attributes:
-        memory: contiguous, without a gradient.
-        size, strides, offset: of the tensor in it.
+    ``beside``: tensors that are stored as well, as parts of the same memory perhaps.
     """
-
-    memory: Tensor
-    size: Any
-    strides: Any
-    offset: Any
-
-    @classmethod
-    def of(cls, x: Tensor, beside: tuple[Tensor, ...] = ()) -> _Place:
-        """``beside``: tensors that are stored as well, as parts of the same memory perhaps."""
-        base: Tensor = x if x._base is None else x._base
-        parts = {id(part): part for part in (x, *beside) if part is base or part._base is base}
-        covered = base.dtype == x.dtype and sum(p.numel() for p in parts.values()) == base.numel()
-        order = sorted(range(base.dim()), key=base.stride, reverse=True)
-        lying = base.permute(order)
-        if not (covered and lying.is_contiguous()):
-            whole = x.contiguous()
-            return cls(whole, whole.size(), whole.stride(), 0)
-        return cls(lying, x.size(), x.stride(), x.storage_offset() - base.storage_offset())
+    base: Tensor = x if x._base is None else x._base
+    parts = {id(part): part for part in (x, *beside) if part is base or part._base is base}
+    covered = base.dtype == x.dtype and sum(p.numel() for p in parts.values()) == base.numel()
+    order = sorted(range(base.dim()), key=base.stride, reverse=True)
+    lying = base.permute(order)
+    if not (covered and lying.is_contiguous()):
+        whole = x.contiguous()
+        return whole, whole.size(), whole.stride(), 0
+    return lying, x.size(), x.stride(), x.storage_offset() - base.storage_offset()
 
 
 def _values(packed: Tensor, size: Any, dtype: torch.dtype) -> Tensor:
@@ -99,7 +88,7 @@ def _values(packed: Tensor, size: Any, dtype: torch.dtype) -> Tensor:
 def _stored(x: Tensor, beside: tuple[Tensor, ...] = ()) -> Callable[[], Tensor]:
     """Store a tensor; the result computes what the 8 bits hold of it."""
     with _library.without_grad():
-        memory, *place = _Place.of(x, beside)
+        memory, *place = _place(x, beside)
         packed = _packed_op.traced(memory, resolve("auto", x))
         size, dtype = memory.size(), x.dtype
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lowmem_patch.constants import wide
+
 # Above this many rows the products of a chunk take no less time for each of them (H200, 4096 x 128,256).
 _ROWS = 1024
 _FEWEST_ROWS = 64
@@ -234,11 +236,6 @@ def _add_product(total: Tensor, d_logits: Tensor, x: Tensor, first: bool) -> Non
 
 
 _BLOCK = 1 << 24  # elements of a float32 copy that is made of d_logits
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which losses, scales, soft caps and log_softmax are computed."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 class Labels(NamedTuple):

@@ -19,6 +19,7 @@ the matmul behind it would cast it to bf16 and save this copy, too.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,8 +27,7 @@ from torch import Tensor
 
 from lowmem_patch.constants import ActivationKind
 from lowmem_patch.functional import _library, compiled
-from lowmem_patch.functional._checks import check_floating
-from lowmem_patch.functional._implementation import Implementation, resolve
+from lowmem_patch.functional._implementation import Implementation, check_floating, resolve
 from lowmem_patch.functional._ownership import can_be_overwritten, is_checkpoint_packing
 from lowmem_patch.functional.eight_bit import stored_matrix
 from lowmem_patch.functional.products import (
@@ -117,59 +117,42 @@ def _gradients(ctx: Any, dy: Tensor, *_: None) -> Any:
     return (None, *found, None, None, None, None)
 
 
-_call_linear = linear_op.differentiable(_save, _gradients)
+_call_linear: Callable[..., Tensor] = linear_op.differentiable(_save, _gradients)
 
 
 class _DirectLinear(torch.autograd.Function):
-    """The op where no operator knows it: of a packed weight, or with its sources saved in 8 bits."""
+    """The op where no operator knows it: of a packed weight, of sources in 8 bits, or saved first."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
         _library.see_undefined(ctx)
-        *given, stored = arguments
-        output = linear_of(*given)
+        *given, stored, output = arguments
+        output = linear_of(*given) if output is None else output
         _save(ctx, tuple(given), output, stored)
         return output[0]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        return (*_gradients(ctx, *gradients), None)
-
-
-_call_directly = _library.direct_call(_DirectLinear)
-
-
-class _SavedFirst(torch.autograd.Function):
-    """The op in a block that is run again in backward: it saves, and its caller computes y afterwards.
-
-    Where it is the last to save, torch.utils.checkpoint stops the second run as soon as it has saved
-    (`set_checkpoint_early_stop`), and the largest product of the block is not computed again.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        _library.see_undefined(ctx)
-        *given, stored, low = arguments
-        hidden, weight, dtype = given[0], given[3], given[9]
-        shape = (*hidden.shape[:-1], weight.shape[0])
-        # without memory, and no view, which autograd would not let anybody write into
-        y: Tensor = hidden.new_empty_strided(shape, (0,) * len(shape), dtype=dtype)
-        _save(ctx, tuple(given), (y, low), stored)
-        return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         return (*_gradients(ctx, *gradients), None, None)
 
 
-def _saved_first(*arguments: Any, stored: _Stored) -> Any:
+_call_directly: Callable[..., Tensor] = _library.direct_call(_DirectLinear)
+
+
+def _saved_first(*arguments: Any, stored: _Stored) -> Tensor:
+    """The op in a block that is run again in backward: it saves, and computes y afterwards.
+
+    Where it is the last to save, torch.utils.checkpoint stops the second run as soon as it has saved
+    (`set_checkpoint_early_stop`), and the largest product of the block is not computed again.
+    """
     hidden, _, _, weight, bias, lora_A, lora_B, scale, _, dtype, implementation = arguments
-    low = None
+    shape, low = (*hidden.shape[:-1], weight.shape[0]), None
     with torch.no_grad():
         if lora_A is not None:
             low = low_product_op(hidden, lora_A, lora_B, dtype, implementation)
-    apply: Any = _SavedFirst.apply  # has no types
-    y: Any = apply(*arguments, stored, low)
+        # without memory, and no view, which autograd would not let anybody write into
+        y = hidden.new_empty_strided(shape, (0,) * len(shape), dtype=dtype)
+    y = _call_directly(*arguments, stored, (y, low))
     with torch.no_grad():
         if _library.is_eager(*arguments) or isinstance(weight, PackedWeight):
             products = (weight, bias, lora_A, lora_B, scale)
@@ -215,14 +198,11 @@ def _linear(
         hidden, sources[0], up, weight, bias, lora_A, lora_B, scale, kind, compute_dtype, implementation,
     )  # fmt: skip
     if _library.wants_gradient(*sources, weight, bias, lora_A, lora_B):
-        y: Tensor
         if _is_run_again(arguments):
-            y = _saved_first(*arguments, stored=stored)
-        elif packed or stored is not None:
-            y = _call_directly(*arguments, stored)
-        else:
-            y = _call_linear(*arguments)
-        return y
+            return _saved_first(*arguments, stored=stored)
+        if packed or stored is not None:
+            return _call_directly(*arguments, stored, None)
+        return _call_linear(*arguments)
     with torch.no_grad():  # hidden may ask for a gradient that does not flow through here
         result: Tensor = linear_of(*arguments)[0]
     return result
@@ -337,7 +317,7 @@ def _check_weights(x: Tensor, weight: Tensor | PackedWeight, adapter: LowRank | 
         )
 
 
-class _RecastMatmul(torch.autograd.Function):
+class _RecastMatmul(_library.Function):
     @staticmethod
     def forward(ctx: Any, left: Tensor, right: Tensor, dtype: torch.dtype) -> Any:
         _library.see_undefined(ctx)
@@ -386,6 +366,4 @@ def recast_matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
             f"recast_matmul: [..., N, M] and [..., M, K] must share all but the last two dimensions, got "
             f"{tuple(left.shape)} and {tuple(right.shape)}"
         )
-    apply: Any = _RecastMatmul.apply
-    y: Tensor = apply(left, right, dtype)
-    return y
+    return _RecastMatmul.apply(left, right, dtype)

@@ -25,10 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from lowmem_patch.constants import NormSettings
+from lowmem_patch.constants import NormSettings, wide
 from lowmem_patch.functional import _library, compiled
-from lowmem_patch.functional._checks import check_floating, check_last_dimension
-from lowmem_patch.functional._implementation import Implementation, module, resolve
+from lowmem_patch.functional._implementation import Implementation, check_floating, module, resolve
 from lowmem_patch.functional._ownership import is_checkpoint_packing
 from lowmem_patch.functional.eight_bit import EIGHT_BIT_DTYPES, Memory
 
@@ -63,8 +62,7 @@ def _forward_fake(
         None if dtype is None else x.new_empty(x.shape, dtype=dtype)
         for dtype in (out_dtype, copy_dtype, z_dtype)
     )
-    rstd_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return y, copy, z, x.new_empty(x.shape[:-1], dtype=rstd_dtype)
+    return y, copy, z, x.new_empty(x.shape[:-1], dtype=wide(x.dtype))
 
 
 def _from_operator(settings: list[float]) -> NormSettings:
@@ -271,7 +269,7 @@ def ms_norm(
         ValueError: shapes do not fit.
     """
     check_floating("ms_norm", "x", x)
-    check_last_dimension("ms_norm", x, weight, bias)
+    _check_last_dimension(x, weight, bias)
     out_dtype = x.dtype if out_dtype is None else out_dtype
     chosen = resolve(implementation, x, weight, bias)
     # the float64 oracle must not be asked for by mixing dtypes by accident
@@ -290,6 +288,19 @@ def ms_norm(
         # autocast would make F.layer_norm return float32
         found = (_call_norm if trains or _library.in_forward_mode() else _norm)(*arguments)
     return _outputs(found, copy_dtype, z_dtype)
+
+
+def _check_last_dimension(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+    """``x`` has at least one dimension and the vectors, where given, the size of its last one."""
+    if x.dim() < 1:
+        raise ValueError("ms_norm: x must have at least one dimension, got shape ()")
+    size = x.shape[-1:]
+    for name, vector in (("weight", weight), ("bias", bias)):
+        if vector is not None and vector.shape != size:
+            raise ValueError(
+                f"ms_norm: {name} must have shape ({size[0]},) for x of shape "
+                f"{tuple(x.shape)}, got {tuple(vector.shape)}"
+            )
 
 
 def _training(

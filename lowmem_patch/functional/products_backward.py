@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowmem_patch.constants import EightBits, padded_rank
-from lowmem_patch.functional import _library, activations
+from lowmem_patch.functional import _library
 from lowmem_patch.functional._implementation import module
 from lowmem_patch.functional.eight_bit import matrix_values, read_matrix
 from lowmem_patch.functional.products import IDENTITY, scaled_product
@@ -73,10 +73,7 @@ def _hidden(ops: Any, source: Tensor, up: Tensor | None, kind: str, dtype: torch
     """The Linear's input, computed again."""
     if kind == IDENTITY:
         return cast(source, dtype)
-    if up is None:
-        y: Tensor = ops.activate(source, kind, dtype)
-    else:
-        y = ops.glu_forward(source, up, kind, dtype)
+    y: Tensor = ops.activation_forward(source, up, kind, dtype)
     return y
 
 
@@ -212,10 +209,8 @@ class _ActivationBackward(NamedTuple):
     def _gradients(
         self, dy: Tensor, sources: list[Any], hidden: Tensor | None, places: list[Tensor]
     ) -> None:
-        gated = len(sources) == 2
-        x, up = sources if gated else (sources[0], None)
-        into = tuple(places) if gated else places[0]
-        activations.gradients(self.ops, dy, x, up, self.kind, hidden, into)
+        x, up = sources if len(sources) == 2 else (sources[0], None)
+        self.ops.activation_backward(dy, x, up, self.kind, hidden, places)
 
 
 def _flat(hidden: Tensor) -> Tensor:
@@ -352,11 +347,8 @@ def _backward_temporary(dy: Tensor, *rest: Any) -> Temporary:
     return Temporary(sum_bytes(dy, range(dy.dim() - 1)) if needs_bias else 0, beside_outputs=False)
 
 
-OF_OPERATORS[torch.ops.lowmem_patch.activation_linear_backward.default] = _backward_temporary
-OF_OPERATORS[torch.ops.lowmem_patch.activation_linear_backward_of_eight_bits.default] = (
-    _backward_temporary
-)
-OF_OPERATORS[torch.ops.lowmem_patch.activation_linear_backward_over.default] = _backward_temporary
+for _operator in (linear_backward_op, linear_backward_of_eight_bits, _backward_over_op):
+    OF_OPERATORS[_operator.traced] = _backward_temporary
 
 
 def one_for_each(

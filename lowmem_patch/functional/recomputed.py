@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowmem_patch.constants import wide
 from lowmem_patch.functional import _library
 from lowmem_patch.functional._implementation import resolve
 from lowmem_patch.functional.products import (
@@ -111,11 +112,10 @@ class RecomputedMatmul(NamedTuple):
     def _apply(
         self, product: Tensor | None, factors: Tensor | None, bias: RowBias | None
     ) -> Tensor:
-        apply: Any = _Matmul.apply
         multiply, again, x, weight, offsets, sources = self
         added = (None, None, None) if bias is None else bias
-        y: Tensor = apply(product, factors, *added, multiply, again, x, *weight, offsets, *sources)
-        return y
+        rest = (multiply, again, x, *weight, offsets, *sources)
+        return _Matmul.apply(product, factors, *added, *rest)
 
 
 def matrix_product(x: Tensor, weight: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def matrix_product(x: Tensor, weight: Tensor) -> Tensor:
     return x.mm(weight)
 
 
-class _Matmul(torch.autograd.Function):
+class _Matmul(_library.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -212,8 +212,8 @@ def _adapted_product(
 
 def _row_sums(*pairs: tuple[Tensor, Tensor]) -> Tensor:
     """The sum of <left, right> of each row, ``[.., 1]``, at least in float32."""
-    wide = torch.promote_types(pairs[0][0].dtype, torch.float32)
-    sums = [(left * right).sum(-1, keepdim=True, dtype=wide) for left, right in pairs]
+    dtype = wide(pairs[0][0].dtype)
+    sums = [(left * right).sum(-1, keepdim=True, dtype=dtype) for left, right in pairs]
     return sum(sums[1:], start=sums[0])
 
 
@@ -221,7 +221,7 @@ def _bound(multiply: Callable[..., Tensor], offsets: Tensor | None) -> Callable[
     return multiply if offsets is None else partial(multiply, offs=offsets)
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(_library.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -294,7 +294,5 @@ def recomputed_linear(
     Returns:
         ``[..., O]`` in ``compute_dtype``.
     """
-    apply: Any = _Linear.apply
     low_rank = (None, None, 1.0) if adapter is None else adapter
-    y: Tensor = apply(x, value, again, weight, bias, *low_rank, compute_dtype, *sources)
-    return y
+    return _Linear.apply(x, value, again, weight, bias, *low_rank, compute_dtype, *sources)

@@ -13,8 +13,12 @@ import torch
 from torch import Tensor
 
 from lowmem_patch.functional import _library
-from lowmem_patch.functional._checks import check_floating
-from lowmem_patch.functional._implementation import Implementation, dispatched, resolve
+from lowmem_patch.functional._implementation import (
+    Implementation,
+    check_floating,
+    dispatched,
+    resolve,
+)
 
 
 def _rotate_fake(x: Tensor, *rest: Any) -> Tensor:
@@ -54,48 +58,6 @@ def _apply(x: Tensor, *rest: Any) -> Tensor:
     return y
 
 
-def rotary_embedding(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    heads_dim: int = 1,
-    out_dtype: torch.dtype | tuple[torch.dtype, torch.dtype] | None = None,
-    *,
-    implementation: Implementation = "auto",
-) -> tuple[Tensor, Tensor]:
-    """Queries and keys turned by the angles of their positions; saves ``cos`` and ``sin`` alone.
-
-    q' = q cos + rotate_half(q) sin on the first R columns, the others as they are, with
-    rotate_half((x1, x2)) = (-x2, x1). Products are float32 inside (float64 for float64), whatever
-    autocast says, and rounded once. It can be differentiated any number of times, by q and k.
-
-    Args:
-        q: ``[B, H, S, D]`` or, with ``heads_dim`` 2, ``[B, S, H, D]``, in any strides.
-        k: the same, with its own number of heads.
-        cos, sin: ``[B or 1, S, R]``, R even and at most D, in any strides, without a gradient; their dtype
-            may differ from that of ``q``, and their halves from each other.
-        heads_dim: 1 or 2.
-        out_dtype: dtype of the results, or of each, by default that of ``q`` and that of ``k``; float64 for
-            these alone.
-        implementation: see `resolve`.
-
-    Returns:
-        q' and k' in the strides of ``torch.empty_like(q)`` and ``torch.empty_like(k)``, as are the
-        gradients; contiguous where columns would not lie side by side, which fused attention refuses.
-
-    Raises:
-        TypeError: q or k is not floating point.
-    """
-    for_q, for_k = out_dtype if isinstance(out_dtype, tuple) else (out_dtype, out_dtype)
-    for name, x in (("q", q), ("k", k)):
-        check_floating("rotary_embedding", name, x)
-    return (
-        turned(q, cos, sin, heads_dim, for_q, implementation=implementation),
-        turned(k, cos, sin, heads_dim, for_k, implementation=implementation),
-    )
-
-
 def turned(
     x: Tensor,
     cos: Tensor,
@@ -105,14 +67,23 @@ def turned(
     *,
     implementation: Implementation = "auto",
 ) -> Tensor:
-    """What `rotary_embedding` makes of one of its tensors, with its arguments.
+    """Queries or keys turned by the angles of their positions; saves ``cos`` and ``sin`` alone.
+
+    x' = x cos + rotate_half(x) sin on the first R columns, the others as they are, with
+    rotate_half((x1, x2)) = (-x2, x1). Products are float32 inside (float64 for float64), whatever
+    autocast says, and rounded once. It can be differentiated any number of times, by x.
 
     Args:
-        x: as ``q`` there.
-        out_dtype: of the result.
+        x: ``[B, H, S, D]`` or, with ``heads_dim`` 2, ``[B, S, H, D]``, in any strides.
+        cos, sin: ``[B or 1, S, R]``, R even and at most D, in any strides, without a gradient; their dtype
+            may differ from that of ``x``, and their halves from each other.
+        heads_dim: 1 or 2.
+        out_dtype: dtype of the result, by default that of ``x``; float64 for this alone.
+        implementation: see `resolve`.
 
     Returns:
-        x' in the strides that q' has there.
+        x' in the strides of ``torch.empty_like(x)``, as is the gradient; contiguous where columns would not
+        lie side by side, which fused attention refuses.
 
     Raises:
         TypeError: x is not floating point.
@@ -133,10 +104,10 @@ def turned_back(
     strides: tuple[int, ...],
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """What `rotary_embedding` turned, up to the rounding of what came out; without a gradient.
+    """What `turned` turned, up to the rounding of what came out; without a gradient.
 
     Args:
-        x: q' or k'.
+        x: what that gave.
         cos, sin, heads_dim: as there; the result is not finite where they make of a pair of columns what does
             not tell it.
         strides: of the result.

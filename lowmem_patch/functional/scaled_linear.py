@@ -1,6 +1,6 @@
-"""A Linear's output times a scale that trains (LayerScale, gates), which saves no output for the scale.
+"""Products times a scale that trains, of which no product is saved for the scale.
 
-Torch saves y for the gradient of s in z = s y. Here the gradient of the weight gives it:
+Torch saves y for the gradient of s in z = s y. Of a Linear (LayerScale, gates) that of the weight gives it:
 
     y = x W^T + b,    z = s y,    G = dz^T x,    g = sum dz
     d_s = rowsum(G * W) + g b,    d_W = s G,     d_b = s g,     d_x = (s dz) W
@@ -8,6 +8,11 @@ Torch saves y for the gradient of s in z = s y. Here the gradient of the weight 
 s is one number for each of the outputs, or one for all: then d_s is the sum of these. x is saved, which the
 weight's gradient needs anyway, or what it is computed from. G is as large as dz where s is tiny: float16 has
 no room for it, which the caller sees to.
+
+Cosine attention (Swin V2, XCiT) multiplies its scores, as many as softmax has, with a scale for each head.
+Here the factors give its gradient, since sum(dz * a b) = sum(a * dz b^T); they are saved for their own:
+
+    y = a b,    z = s y,    G = dz b^T,    d_s = sum(a * G),    d_a = s G,    d_b = s a^T dz
 """
 
 from __future__ import annotations
@@ -18,12 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowmem_patch.constants import wide
 from lowmem_patch.functional import _library
 from lowmem_patch.functional._implementation import dispatched, resolve
 from lowmem_patch.reference import cast
 
 
-class _ScaledLinear(torch.autograd.Function):
+class _ScaledLinear(_library.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -62,7 +68,7 @@ class _ScaledLinear(torch.autograd.Function):
             # in both sums, which cancel where the bias takes an offset away
             low = cast(rows, dtype)
             products = _wide_product(low.t(), x.reshape(-1, x.shape[-1]))
-            sums = None if bias is None else low.sum(0, dtype=_at_least_float32(low))
+            sums = None if bias is None else low.sum(0, dtype=wide(low.dtype))
             if for_scale or for_weight:
                 chosen = resolve("auto", products, weight, factors)
                 wanted = weight_dtype if for_weight else None
@@ -98,16 +104,12 @@ _gradients = _library.Operator(
 def _wide_product(left: Tensor, right: Tensor) -> Tensor:
     """``left @ right`` in float32 at least: the row sums of G * W may cancel, in which its rounding to bf16
     would stay. A graph and a predicted step round it and cast it."""
-    wide = _at_least_float32(left)
-    if left.dtype == wide or not _library.is_eager(left, right):
-        return left.mm(right).to(wide)
+    dtype = wide(left.dtype)
+    if left.dtype == dtype or not _library.is_eager(left, right):
+        return left.mm(right).to(dtype)
     if left.is_cuda and torch.version.hip is None:
-        return torch.mm(left, right, out_dtype=wide)
-    return left.to(wide).mm(right.to(wide))
-
-
-def _at_least_float32(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
+        return torch.mm(left, right, out_dtype=dtype)
+    return left.to(dtype).mm(right.to(dtype))
 
 
 def scaled_linear(
@@ -135,6 +137,46 @@ def scaled_linear(
     Returns:
         as torch multiplies both.
     """
-    apply: Any = _ScaledLinear.apply
-    z: Tensor = apply(y, scale, x, again, weight, bias, channel, *sources)
-    return z
+    return _ScaledLinear.apply(y, scale, x, again, weight, bias, channel, *sources)
+
+
+class _ScaledScores(_library.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, scale: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        _library.see_undefined(ctx)
+        ctx.save_for_backward(scale, a, b)
+        return y * scale
+
+    @staticmethod
+    @_library.first_order("scaled_scores")
+    def backward(ctx: Any, dz: Tensor) -> Any:
+        scale, a, b = ctx.saved_tensors
+        _, for_scale, for_a, for_b = ctx.needs_input_grad
+        d_scale = d_a = d_b = None
+        with _library.without_autocast(dz.device.type):
+            low = dz.to(a.dtype)
+            if for_scale or for_a:
+                products = low @ b.mT
+                if for_scale:
+                    each = (products.to(wide(a.dtype)) * a).sum((-2, -1), keepdim=True)
+                    aligned = [1] * (each.dim() - scale.dim()) + list(scale.shape)
+                    d_scale = each.sum_to_size(aligned).view(scale.shape).to(scale.dtype)
+                d_a = (products * scale).to(a.dtype) if for_a else None
+            if for_b:
+                d_b = (a.mT @ low * scale).to(b.dtype)
+        return None, d_scale, d_a, d_b
+
+
+def scaled_scores(y: Tensor, scale: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """``y * scale`` of a product y of two tensors, that saves these and not y.
+
+    Args:
+        y: ``a @ b``, ``[..., N, M]``, detached, in the dtype of both.
+        scale: of one element, or ``[..., 1, 1]`` with leading dimensions that broadcast to those of y.
+        a: ``[..., N, D]``.
+        b: ``[..., D, M]``, with the leading dimensions of ``a``.
+
+    Returns:
+        as torch multiplies both.
+    """
+    return _ScaledScores.apply(y, scale, a, b)

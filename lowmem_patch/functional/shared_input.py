@@ -1,17 +1,22 @@
-"""A tensor that several Linears read, whose gradient they add up while they compute it.
+"""What nodes of one backward have in common: a gradient that they add up, a value that they read.
 
 Each reader of a tensor gives a gradient of its own, and autograd adds them up: a pass that reads two and
-writes one, for each reader but the first. Here readers get the tensor through a node that nobody else reads:
+writes one, for each reader but the first. Here Linears get the tensor through a node that nobody else reads:
 
     through = x,    d_x = sum_i dy_i W_i + [d_low_1, d_low_2, ...] [A_1; A_2; ...]
 
 The reader whose backward runs first returns dy_i W_i; each later one adds its product to what that one
 returned, and returns nothing. The node itself adds the adapters' products, all in one. All else a reader does
 and saves itself.
+
+A value that several nodes need again is made once for all of them (`SharedValue`).
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +28,7 @@ from lowmem_patch.functional import _library
 # of a tensor on a GPU: a pass over a smaller one takes less time than Python takes to save it
 LEAST_BYTES = 16 << 20
 
+_engine: Any = torch.autograd.Variable._execution_engine
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
@@ -135,3 +141,41 @@ def _place(x: Tensor) -> tuple[int, int, int]:
 def sum_of(x: Tensor) -> GradientSum | None:
     """Where the readers of ``x`` add up its gradient; None where autograd does."""
     return getattr(x, "gradient_sum", None)
+
+
+class SharedValue:
+    """Held from the first node that asks for it until the last one, or until the backward ends: a backward of
+    a part of the graph may not come to the others."""
+
+    __slots__ = ("__weakref__", "_savers", "_value", "_waiting")
+
+    def __init__(self) -> None:
+        self._savers = self._waiting = 0
+        self._value: Tensor | None = None
+
+    def saved(self) -> None:
+        """One more node will ask."""
+        self._savers += 1
+        self._waiting += 1
+
+    def value(self, make: Callable[[], Tensor]) -> Tensor:
+        """The value, for one of those that saved it."""
+        found = self._value
+        if found is None:
+            found = make()
+            if torch._C._current_graph_task_id() == -1:
+                return found  # somebody looks at what is saved
+            if self._waiting > 1:
+                _engine.queue_callback(partial(_let_go, weakref.ref(self)))
+        self._waiting -= 1
+        # with retain_graph they all come again
+        self._value = found if self._waiting > 0 else None
+        if self._waiting <= 0:
+            self._waiting = self._savers
+        return found
+
+
+def _let_go(of: weakref.ref[SharedValue]) -> None:
+    shared = of()
+    if shared is not None:
+        shared._value, shared._waiting = None, shared._savers

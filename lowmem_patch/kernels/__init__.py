@@ -6,11 +6,8 @@ modules, no choice of implementation. Importing this package imports Triton.
 
 from __future__ import annotations
 
-from lowmem_patch.kernels.activations import activate as activate
-from lowmem_patch.kernels.activations import activate_backward as activate_backward
-from lowmem_patch.kernels.activations import glu_backward as glu_backward
-from lowmem_patch.kernels.activations import glu_forward as glu_forward
-from lowmem_patch.kernels.affine import affine as affine
+from lowmem_patch.kernels.activations import activation_backward as activation_backward
+from lowmem_patch.kernels.activations import activation_forward as activation_forward
 from lowmem_patch.kernels.channel_norms import channel_norm_backward as channel_norm_backward
 from lowmem_patch.kernels.channel_norms import channel_norm_forward as channel_norm_forward
 from lowmem_patch.kernels.channel_norms import channel_statistics as channel_statistics
@@ -24,8 +21,9 @@ from lowmem_patch.kernels.dropout import pack_bool as pack_bool
 from lowmem_patch.kernels.eight_bit import from_eight_bits as from_eight_bits
 from lowmem_patch.kernels.eight_bit import to_eight_bits as to_eight_bits
 from lowmem_patch.kernels.linear import adapter_weights as adapter_weights
+from lowmem_patch.kernels.linear import scaled_gradients as scaled_gradients
+from lowmem_patch.kernels.norms import affine as affine
 from lowmem_patch.kernels.norms import norm_forward as norm_forward
 from lowmem_patch.kernels.norms import norm_forward_in_eight_bits as norm_forward_in_eight_bits
 from lowmem_patch.kernels.norms_backward import norm_backward as norm_backward
 from lowmem_patch.kernels.rotary import rotate as rotate
-from lowmem_patch.kernels.scaled_linear import scaled_gradients as scaled_gradients

@@ -8,9 +8,6 @@ the comparison alone decides.
 Where a GPU compares two half numbers at once, up to seven thresholds take less time than a look-up.
 """
 
-# triton ships no types
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -50,10 +47,12 @@ def bins_of(table: StepTable) -> Bins:
     return Bins(scale, shift, number)
 
 
-def largest_not_above(thresholds: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+def largest_not_above(
+    thresholds: Sequence[float] | torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
     """The largest number of ``dtype`` that is not above each threshold: what lies above one, lies above the
     other."""
-    exact = torch.tensor(thresholds)
+    exact = torch.as_tensor(thresholds)
     rounded = exact.to(dtype)
     below = rounded.nextafter(torch.tensor(-float("inf"), dtype=dtype))
     return torch.where(rounded.float() > exact, below, rounded)
@@ -128,14 +127,8 @@ def can_be_joined(thresholds: Sequence[float], dtype: torch.dtype) -> bool:
     bits = exact.view(torch.int32)
     # the largest of them
     upper = torch.where(exact < 0, bits - 15 & ~15, torch.where(exact > 0, bits + 15 & ~15, 0) | 15)
-    return torch.equal(_next_above(exact, dtype), _next_above(upper.view(torch.float32), dtype))
-
-
-def _next_above(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The smallest number of a dtype above each one."""
-    rounded = numbers.to(dtype)
-    higher = rounded.nextafter(torch.tensor(float("inf"), dtype=dtype))
-    return torch.where(rounded.float() > numbers, rounded, higher)
+    upper = upper.view(torch.float32)
+    return torch.equal(largest_not_above(exact, dtype), largest_not_above(upper, dtype))
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -149,6 +149,18 @@ class Launch:
             compiled.run(*grid, stream, function, metadata, None, None, None, *arguments)
         else:
             compiled[grid](*arguments)
+
+
+def launches(kernel: Any, num_warps: int, *last: Any, fuse: bool = True) -> Callable[..., Launch]:
+    """What gives the launch for a kernel's constants, but for the ``last`` ones, made once for each."""
+
+    @cache
+    def launch(*first: Any) -> Launch:
+        constants = (*first, *last)
+        names = kernel.arg_names[-len(constants) :]
+        return Launch(kernel, num_warps, fuse=fuse, **dict(zip(names, constants, strict=True)))
+
+    return launch
 
 
 def _is_watched() -> bool:

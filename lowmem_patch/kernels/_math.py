@@ -6,9 +6,6 @@ exp2 alone loses a bit per doubling of its argument. Constants stand to the righ
 interpreter cannot multiply them from the left.
 """
 
-# triton ships no types
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 from __future__ import annotations
 
 import torch

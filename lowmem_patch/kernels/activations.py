@@ -9,12 +9,9 @@ so where their places are some columns of a tensor; other outputs are contiguous
 long row. The backward also reads x, or gate and up, in 8 bits, and rounds their values to their dtype.
 """
 
-# triton ships no types
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +21,7 @@ from torch import Tensor
 
 from lowmem_patch.constants import EIGHT_BIT_GROUP, ActivationKind, EightBits
 from lowmem_patch.kernels import _math
-from lowmem_patch.kernels._launch import Launch, as_rows, common_rows, empty
+from lowmem_patch.kernels._launch import as_rows, common_rows, empty, launches
 from lowmem_patch.kernels.eight_bit import values_of
 
 BLOCK = 1024
@@ -36,19 +33,11 @@ GROUP = tl.constexpr(EIGHT_BIT_GROUP)
 # accesses of the last block would be scalar.
 @triton.jit(do_not_specialize=["blocks_per_row"])
 def _forward_kernel(
-    x_ptr,
-    up_ptr,
-    y_ptr,
-    blocks_per_row,
-    columns,
-    x_stride,
-    up_stride,
-    KIND: tl.constexpr,
-    GATED: tl.constexpr,
-    PRECISE: tl.constexpr,
-    COARSE: tl.constexpr,
+    x_ptr, up_ptr, y_ptr,
+    blocks_per_row, columns, x_stride, up_stride,
+    KIND: tl.constexpr, GATED: tl.constexpr, PRECISE: tl.constexpr, COARSE: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     row = program // blocks_per_row
     column = (program % blocks_per_row) * BLOCK + tl.arange(0, BLOCK)
@@ -75,28 +64,11 @@ def _read(
 # the scales begin where no stride is a multiple of 16
 @triton.jit(do_not_specialize=["blocks_per_row", "first_group"])
 def _backward_kernel(
-    dy_ptr,
-    x_ptr,
-    up_ptr,
-    dx_ptr,
-    d_up_ptr,
-    hidden_ptr,
-    x_scales_ptr,
-    up_scales_ptr,
-    blocks_per_row,
-    first_group,
-    columns,
-    dy_stride,
-    x_stride,
-    up_stride,
-    dx_stride,
-    KIND: tl.constexpr,
-    GATED: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    PRECISE: tl.constexpr,
-    LARGEST: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    dy_ptr, x_ptr, up_ptr, dx_ptr, d_up_ptr, hidden_ptr, x_scales_ptr, up_scales_ptr,
+    blocks_per_row, first_group, columns, dy_stride, x_stride, up_stride, dx_stride,
+    KIND: tl.constexpr, GATED: tl.constexpr, HIDDEN: tl.constexpr, PRECISE: tl.constexpr,
+    LARGEST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     row = program // blocks_per_row
     start = (program % blocks_per_row) * BLOCK
@@ -135,36 +107,16 @@ def _backward_kernel(
     )
 
 
-@cache
-def _forward_launch(kind: ActivationKind, gated: bool, precise: bool, coarse: bool) -> Launch:
-    return Launch(
-        _forward_kernel,
-        NUM_WARPS,
-        KIND=kind,
-        GATED=gated,
-        PRECISE=precise,
-        COARSE=coarse,
-        BLOCK=BLOCK,
-    )
+_forward_launch = launches(_forward_kernel, NUM_WARPS, BLOCK)
+_backward_launch = launches(_backward_kernel, NUM_WARPS, BLOCK)
 
 
-@cache
-def _backward_launch(
-    kind: ActivationKind, gated: bool, hidden: bool, precise: bool, largest: float
-) -> Launch:
-    return Launch(
-        _backward_kernel,
-        NUM_WARPS,
-        KIND=kind,
-        GATED=gated,
-        HIDDEN=hidden,
-        PRECISE=precise,
-        LARGEST=largest,
-        BLOCK=BLOCK,
-    )
-
-
-def _forward(x: Tensor, up: Tensor | None, kind: ActivationKind, out_dtype: torch.dtype) -> Tensor:
+def activation_forward(
+    x: Tensor, up: Tensor | None, kind: ActivationKind, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """h(x) or h(x) * up, contiguous, in ``out_dtype`` or the promoted dtype."""
+    if out_dtype is None:
+        out_dtype = x.dtype if up is None else torch.promote_types(x.dtype, up.dtype)
     y = empty(x, out_dtype)
     if x.numel() == 0:
         return y
@@ -182,37 +134,42 @@ def _forward(x: Tensor, up: Tensor | None, kind: ActivationKind, out_dtype: torc
     return y
 
 
-def _backward(
+def activation_backward(
     dy: Tensor,
     x: Tensor | EightBits,
     up: Tensor | EightBits | None,
     kind: ActivationKind,
-    hidden: Tensor | None,
-    dx: Tensor | None,
-    d_up: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
+    hidden: Tensor | None = None,
+    into: Sequence[Tensor] | None = None,
+) -> Sequence[Tensor]:
+    """dx = dy * h'(x); or d_x = dy * up * h'(x) and d_up = dy * h(x). Contiguous, each in its input's dtype.
+
+    h(x) or h(x) * up goes into ``hidden``, where given (contiguous), and the gradients go into ``into``,
+    contiguous or the same columns as x and up of larger tensors, at least 128. Places of what is read: hidden
+    that of dy or x; dx that of dy, or x where there is no hidden; d_x that of up, and d_up that of dy or x.
+    """
     sources = [x] if up is None else [x, up]
     given, scales, first_group = _parts(sources)
     largest = torch.finfo(x.dtype).max if scales else 0.0
     precise = torch.float32 in {t.dtype for t in (*sources, hidden) if t is not None}
-    dx = empty(given[0], x.dtype) if dx is None else dx
-    if up is not None and d_up is None:
-        d_up = empty(given[1], up.dtype)
+    if into is None:
+        into = [empty(t, source.dtype) for t, source in zip(given, sources, strict=True)]
+    dx, d_up = into[0], into[-1]
     if dx.numel() == 0:
-        return dx, d_up
+        return into
     tensors, strides, rows, columns = common_rows(dy, *given)
     dx_stride = columns if dx.is_contiguous() else as_rows(dx)[1]
     blocks_per_row = -(-columns // BLOCK)
-    # an absent one is never written, or read
-    others = [dx if t is None else t for t in (d_up, hidden)]
+    # what is absent is never written, or read
     scales = scales or [dx]
+    tensors = (tensors[0], tensors[1], tensors[-1], dx, d_up, dx if hidden is None else hidden)
     _backward_launch(kind, up is not None, hidden is not None, precise, largest)(
         (rows * blocks_per_row, 1, 1),
-        (tensors[0], tensors[1], tensors[-1], dx, *others, scales[0], scales[-1]),
+        (*tensors, scales[0], scales[-1]),
         (blocks_per_row, first_group),
         (columns, strides[0], strides[1], strides[-1], dx_stride),
     )
-    return dx, d_up
+    return into
 
 
 def _parts(sources: list[Any]) -> tuple[list[Tensor], list[Tensor], int]:
@@ -221,51 +178,3 @@ def _parts(sources: list[Any]) -> tuple[list[Tensor], list[Tensor], int]:
         return sources, [], 0
     scales = [source.scales for source in sources]
     return [source.integers for source in sources], scales, sources[0].first_group
-
-
-def activate(x: Tensor, kind: ActivationKind, out_dtype: torch.dtype | None = None) -> Tensor:
-    """h(x), contiguous, in ``out_dtype`` or the dtype of ``x``."""
-    return _forward(x, None, kind, x.dtype if out_dtype is None else out_dtype)
-
-
-def activate_backward(
-    dy: Tensor,
-    x: Tensor | EightBits,
-    kind: ActivationKind,
-    hidden: Tensor | None = None,
-    into: Tensor | None = None,
-) -> Tensor:
-    """dx = dy * h'(x), contiguous, dtype of ``x``.
-
-    h(x) goes into ``hidden``, where given (contiguous, may be ``dy`` or ``x``), and dx into ``into``
-    (as of `glu_backward`; may be ``dy``, or ``x`` where hidden is not).
-    """
-    return _backward(dy, x, None, kind, hidden, into, None)[0]
-
-
-def glu_forward(
-    gate: Tensor, up: Tensor, kind: ActivationKind, out_dtype: torch.dtype | None = None
-) -> Tensor:
-    """h(gate) * up, contiguous, in ``out_dtype`` or the promoted dtype."""
-    if out_dtype is None:
-        out_dtype = torch.promote_types(gate.dtype, up.dtype)
-    return _forward(gate, up, kind, out_dtype)
-
-
-def glu_backward(
-    dy: Tensor,
-    gate: Tensor | EightBits,
-    up: Tensor | EightBits,
-    kind: ActivationKind,
-    hidden: Tensor | None = None,
-    into: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """d_gate = dy * up * h'(gate) and d_up = dy * h(gate), contiguous.
-
-    h(gate) * up goes into ``hidden``, where given (contiguous, may be ``dy``), and d_gate and d_up go into
-    ``into``, contiguous or the same columns as gate and up of larger tensors, at least 128. Places of what
-    is read: hidden that of gate, d_gate that of up, d_up that of dy or gate.
-    """
-    d_gate, d_up = _backward(dy, gate, up, kind, hidden, *(into or (None, None)))
-    assert d_up is not None
-    return d_gate, d_up

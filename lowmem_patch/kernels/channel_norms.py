@@ -4,14 +4,10 @@ A plane is what one sample has of one channel. Contiguous tensors are one row a 
 lie last are one column a channel; only BatchNorm reads those. A program takes a tile of rows and columns.
 """
 
-# triton ships no types
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 from __future__ import annotations
 
-from functools import cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -20,30 +16,22 @@ from torch import Tensor
 
 from lowmem_patch.constants import ChannelNormInput
 from lowmem_patch.kernels import _math
-from lowmem_patch.kernels._launch import Launch
+from lowmem_patch.kernels._launch import launches
 
 _ELEMENTS = 2048  # of a tile
 _NUM_WARPS = 4
 
 
-class _Rows(NamedTuple):
-    """How a tensor ``[B, C, ...]`` is read.
+def _rows(x: Tensor, groups: int) -> tuple[int, int, bool]:
+    """As how many rows and columns ``[B, C, ...]`` is read, and whether the channels lie last.
 
-    Attributes:
-        rows, columns: planes and their elements; or B times these, and C, where the channels lie ``last``.
+    There are planes and their elements; or B times these, and C, where the channels lie last.
     """
-
-    rows: int
-    columns: int
-    last: bool
-
-
-def _rows(x: Tensor, groups: int) -> _Rows:
     samples, channels, *rest = x.shape
     plane = prod(rest)
     if not groups and (plane == 1 or not x.is_contiguous()):
-        return _Rows(samples * plane, channels, True)
-    return _Rows(samples * channels, plane, False)
+        return samples * plane, channels, True
+    return samples * channels, plane, False
 
 
 def _tile(columns: int) -> tuple[int, int]:
@@ -197,9 +185,10 @@ def _statistics_kernel(
     tl.store(rstd_ptr + row, 1.0 / tl.sqrt(tl.maximum(variance, 0.0) + eps))
 
 
-@cache
-def _statistics_launch(unit: int) -> Launch:
-    return Launch(_statistics_kernel, 8, UNIT=unit, COLUMNS=_ELEMENTS)
+_statistics_launch = launches(_statistics_kernel, 8, _ELEMENTS)
+_elementwise_launch = launches(_elementwise_kernel, _NUM_WARPS)
+_sums_launch = launches(_sums_kernel, _NUM_WARPS)
+_backward_launch = launches(_backward_kernel, _NUM_WARPS)
 
 
 def channel_statistics(
@@ -230,25 +219,6 @@ def channel_statistics(
     return mean, rstd
 
 
-def _launch(name: str, columns: int, *constants: Any) -> Launch:
-    """A kernel by its name, as the hash of a kernel takes long; for rows of so many columns."""
-    return _launch_of_tile(name, constants, _unit(columns), *_tile(columns))
-
-
-@cache
-def _launch_of_tile(
-    name: str, constants: tuple[Any, ...], unit: int, rows: int, columns: int
-) -> Launch:
-    kernel = {
-        "elementwise": _elementwise_kernel,
-        "sums": _sums_kernel,
-        "backward": _backward_kernel,
-    }[name]
-    names = kernel.arg_names[-len(constants) - 3 :]
-    given = zip(names, (*constants, unit, rows, columns), strict=True)
-    return Launch(kernel, _NUM_WARPS, **dict(given))
-
-
 def _unit(columns: int) -> int:
     """In what a kernel counts columns: where rows begin at multiples of 16, it reads several at once."""
     return 16 if columns % 16 == 0 else 1
@@ -272,13 +242,14 @@ def _elementwise(given: ChannelNormInput, dy: Tensor | None, out_dtype: torch.dt
     if x.numel() == 0:
         return result
     rows, columns, last = _rows(x, groups)
-    block_rows, block_columns = _tile(columns)
+    unit, (block_rows, block_columns) = _unit(columns), _tile(columns)
     blocks, channels = -(-columns // block_columns), x.shape[1]
     own = (dy is not None, last, out_dtype == torch.bfloat16)
-    _launch("elementwise", columns, *own, *_constants(given, out_dtype))(
+    constants = (*own, *_constants(given, out_dtype), unit, block_rows, block_columns)
+    _elementwise_launch(*constants)(
         (-(-rows // block_rows) * blocks, 1, 1),
         (x if dy is None else dy, *_tensors(given), result),
-        (rows, blocks, channels, channels // max(1, groups), columns // _unit(columns)),
+        (rows, blocks, channels, channels // max(1, groups), columns // unit),
     )
     return result
 
@@ -298,12 +269,13 @@ def channel_norm_backward(dy: Tensor, given: ChannelNormInput) -> tuple[Tensor, 
         return _backward_of_columns(dy, given)
     samples, channels = x.shape[:2]
     per_group = channels // max(1, groups)
-    block_rows, block_columns = _tile(columns)
-    units = columns // _unit(columns)
+    unit, (block_rows, block_columns) = _unit(columns), _tile(columns)
+    units = columns // unit
     row_blocks, blocks = -(-rows // block_rows), -(-columns // block_columns)
-    tensors, constants = (dy, *_tensors(given)), _constants(given, x.dtype)
+    tensors = (dy, *_tensors(given))
+    constants = (*_constants(given, x.dtype), unit, block_rows, block_columns)
     sums = mean.new_empty(2, samples, channels)  # of d_y and of d_y z, in each plane
-    _launch("sums", columns, *constants)(
+    _sums_launch(*constants)(
         (row_blocks, 1, 1), (*tensors, sums), (rows, channels, per_group, units)
     )
     vectors = sums.sum(1)
@@ -314,7 +286,7 @@ def channel_norm_backward(dy: Tensor, given: ChannelNormInput) -> tuple[Tensor, 
         found = vectors if weight is None else vectors * weight
     dx = torch.empty_like(x)
     statistics = found.shape[1]
-    _launch("backward", columns, *constants)(
+    _backward_launch(*constants)(
         (row_blocks * blocks, 1, 1),
         (*tensors, found, dx),
         (rows, blocks, channels, per_group, statistics, statistics / x.numel(), units),

@@ -4,11 +4,9 @@ h~(x) = sum a_i relu(x - c_i) stands in for h in backward (arXiv 2406.16282, sec
 dx = dy h~'(x), and h~'(x) = level[code] with code = number of thresholds below x.
 
 Saved: the codes. Eight elements are one 16-byte load of a half tensor, so a thread packs the codes of
-eight into one group of whole words: one of 8, 16 or 32 bits for 1, 2 or 4 bits a code. For 3 bits these
-are 24 bits: a word of the lower 16, in the first two thirds of the memory, and a byte of the higher 8 in the
-last third. So no bit is wasted, no two threads share a word, and each part is read and written as one
-vector. Ten codes in an int32 would take 3.2 bits and loads that no vector fits.
-Element i has the bits from i * bits of its word; only the last group is padded (with zeros).
+eight into one group of whole words, which `lowmem_patch.reference.codes_forward` describes: no bit is
+wasted, no two threads share a word, and each part is read and written as one vector. Ten codes in an int32
+would take 3.2 bits and loads that no vector fits. Only the last group is padded (with zeros).
 
 With 3 and 4 bits comparisons and selections would take longer than the memory traffic: on an H200 there is
 time for 31 instructions an element, of which comparisons and selections count twice. So up to 7 thresholds
@@ -17,25 +15,16 @@ are compared with two half numbers at once, on GPUs that can, and else codes and
 multiplications take half the time of integers' shifts.
 """
 
-# triton ships no types
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowmem_patch.constants import (
-    CODES_PER_GROUP,
-    STEP_TABLES,
-    ActivationKind,
-    codes_bytes,
-)
+from lowmem_patch.constants import CODES_PER_GROUP, STEP_TABLES, ActivationKind, codes_bytes
 from lowmem_patch.kernels import _math
 from lowmem_patch.kernels._bins import (
     Bins,
@@ -75,50 +64,37 @@ def _tile(elements, groups, EVEN: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _halved(
-    x,
-    C1: tl.constexpr, C2: tl.constexpr, C3: tl.constexpr, C4: tl.constexpr, C5: tl.constexpr,
-    C6: tl.constexpr, C7: tl.constexpr, C8: tl.constexpr, C9: tl.constexpr, C10: tl.constexpr,
-    C11: tl.constexpr, C12: tl.constexpr, C13: tl.constexpr, C14: tl.constexpr, C15: tl.constexpr,
-    BITS: tl.constexpr,
-):  # fmt: skip
-    """How many of 7 or 15 thresholds lie below x, found by halving."""
+def _halved(x, C: tl.constexpr, BITS: tl.constexpr):
+    """How many of 7 or 15 thresholds C lie below x, found by halving."""
     if BITS == 3:
-        b2 = x > C4
-        b1 = x > tl.where(b2, C6, C2)
-        b0 = x > tl.where(b2, tl.where(b1, C7, C5), tl.where(b1, C3, C1))
+        b2 = x > C[3]
+        b1 = x > tl.where(b2, C[5], C[1])
+        b0 = x > tl.where(b2, tl.where(b1, C[6], C[4]), tl.where(b1, C[2], C[0]))
         high = tl.where(b2, 4, 0)
     else:
-        b3 = x > C8
-        b2 = x > tl.where(b3, C12, C4)
-        b1 = x > tl.where(b3, tl.where(b2, C14, C10), tl.where(b2, C6, C2))
-        below = tl.where(b2, tl.where(b1, C7, C5), tl.where(b1, C3, C1))
-        above = tl.where(b2, tl.where(b1, C15, C13), tl.where(b1, C11, C9))
+        b3 = x > C[7]
+        b2 = x > tl.where(b3, C[11], C[3])
+        b1 = x > tl.where(b3, tl.where(b2, C[13], C[9]), tl.where(b2, C[5], C[1]))
+        below = tl.where(b2, tl.where(b1, C[6], C[4]), tl.where(b1, C[2], C[0]))
+        above = tl.where(b2, tl.where(b1, C[14], C[12]), tl.where(b1, C[10], C[8]))
         b0 = x > tl.where(b3, above, below)
         high = tl.where(b3, 8, 0) + tl.where(b2, 4, 0)
     return high + tl.where(b1, 2, 0) + tl.where(b0, 1, 0)
 
 
 @triton.jit
-def _one_of_four(two, one, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, V3: tl.constexpr):
-    return tl.where(two, tl.where(one, V3, V2), tl.where(one, V1, V0))
+def _one_of_four(two, one, V: tl.constexpr, FIRST: tl.constexpr):
+    high = tl.where(one, V[FIRST + 3], V[FIRST + 2])
+    return tl.where(two, high, tl.where(one, V[FIRST + 1], V[FIRST]))
 
 
 @triton.jit
-def _value_of(
-    code,
-    V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, V3: tl.constexpr,
-    V4: tl.constexpr, V5: tl.constexpr, V6: tl.constexpr, V7: tl.constexpr,
-    V8: tl.constexpr, V9: tl.constexpr, V10: tl.constexpr, V11: tl.constexpr,
-    V12: tl.constexpr, V13: tl.constexpr, V14: tl.constexpr, V15: tl.constexpr,
-):  # fmt: skip
+def _value_of(code, V: tl.constexpr):
     """The value with the number ``code``, 0 to 15."""
     one, two = (code & 1) != 0, (code & 2) != 0
     four, eight = (code & 4) != 0, (code & 8) != 0
-    first = _one_of_four(two, one, V0, V1, V2, V3)
-    second = _one_of_four(two, one, V4, V5, V6, V7)
-    third = _one_of_four(two, one, V8, V9, V10, V11)
-    fourth = _one_of_four(two, one, V12, V13, V14, V15)
+    first, second = _one_of_four(two, one, V, 0), _one_of_four(two, one, V, 4)
+    third, fourth = _one_of_four(two, one, V, 8), _one_of_four(two, one, V, 12)
     return tl.where(eight, tl.where(four, fourth, third), tl.where(four, second, first))
 
 
@@ -130,31 +106,24 @@ def _above(x, C: tl.constexpr):
 
 @triton.jit
 def _code_of(
-    given, x,
-    C1: tl.constexpr, C2: tl.constexpr, C3: tl.constexpr, C4: tl.constexpr, C5: tl.constexpr,
-    C6: tl.constexpr, C7: tl.constexpr, C8: tl.constexpr, C9: tl.constexpr, C10: tl.constexpr,
-    C11: tl.constexpr, C12: tl.constexpr, C13: tl.constexpr, C14: tl.constexpr, C15: tl.constexpr,
+    given, x, C: tl.constexpr,
     SCALE: tl.constexpr, SHIFT: tl.constexpr, BINS: tl.constexpr, JOINT: tl.constexpr,
     PAIRS: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """How many of the 2^BITS - 1 thresholds lie below x, in float32; ``given`` is x as it was loaded."""
+    """How many of the 2^BITS - 1 thresholds C lie below x, in float32; ``given`` is x as it was loaded."""
     if PAIRS != "":
         return count_in_pairs(given, PAIRS)
     elif BITS == 1:
-        return tl.where(x > C1, 1.0, 0.0)
+        return tl.where(x > C[0], 1.0, 0.0)
     elif BITS == 2:
-        return _above(x, C1) + _above(x, C2) + _above(x, C3)
+        return _above(x, C[0]) + _above(x, C[1]) + _above(x, C[2])
     else:
         # of each bin: how many thresholds lie below its lower end, and the next one
         ends = (tl.arange(0, BINS).to(tl.float32) - (0.5 + SHIFT)) * (1 / SCALE)
-        below = _halved(
-            ends, C1, C2, C3, C4, C5, C6, C7, C8, C9, C10, C11, C12, C13, C14, C15, BITS
-        )
+        below = _halved(ends, C, BITS)
         # behind the last threshold there is none to compare with but that one
         below = tl.minimum(below, (1 << BITS) - 2)
-        following = _value_of(
-            below, C1, C2, C3, C4, C5, C6, C7, C8, C9, C10, C11, C12, C13, C14, C15, C15
-        )
+        following = _value_of(below, C)
         bins = bin_of(x, SCALE, SHIFT, BINS)
         if JOINT:
             return joint_code(x, looked_up(joined(following, below), bins))
@@ -203,23 +172,18 @@ def _load_plane(codes_ptr, first, own, WIDTH: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def _level_of(
-    codes_ptr, groups, first, own,
-    L0: tl.constexpr, L1: tl.constexpr, L2: tl.constexpr, L3: tl.constexpr,
-    L4: tl.constexpr, L5: tl.constexpr, L6: tl.constexpr, L7: tl.constexpr,
-    L8: tl.constexpr, L9: tl.constexpr, L10: tl.constexpr, L11: tl.constexpr,
-    L12: tl.constexpr, L13: tl.constexpr, L14: tl.constexpr, L15: tl.constexpr,
-    BITS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    codes_ptr, groups, first, own, LEVELS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr
+):
     """The slopes of the codes, ``[BLOCK, 8]``."""
     place = tl.arange(0, GROUP)[None, :]
     if BITS == 1:
         packed = _load_plane(codes_ptr, first, own, 1, BLOCK)
-        return tl.where((packed & (1 << place)) != 0, L1, L0)
+        return tl.where((packed & (1 << place)) != 0, LEVELS[1], LEVELS[0])
     elif BITS == 2:
         # bits are tested where they lie: no code is taken out
         packed = _load_plane(codes_ptr, first, own, 2, BLOCK)
         one, two = (packed & (1 << 2 * place)) != 0, (packed & (2 << 2 * place)) != 0
-        return _one_of_four(two, one, L0, L1, L2, L3)
+        return _one_of_four(two, one, LEVELS, 0)
     else:
         if BITS == 3:
             low = _load_plane(codes_ptr, first, own, 2, BLOCK) & 65535
@@ -227,11 +191,7 @@ def _level_of(
             code = ((low | high << 16) >> 3 * place) & 7
         else:
             code = (_load_plane(codes_ptr, first, own, 4, BLOCK) >> 4 * place) & 15
-        numbers = tl.arange(0, MOST_LEVELS)
-        levels = _value_of(
-            numbers, L0, L1, L2, L3, L4, L5, L6, L7, L8, L9, L10, L11, L12, L13, L14, L15
-        )
-        return looked_up(levels, code)
+        return looked_up(_value_of(tl.arange(0, MOST_LEVELS), LEVELS), code)
 
 
 @triton.jit(do_not_specialize=["elements", "groups"])
@@ -241,10 +201,7 @@ def _codes_forward_kernel(
     codes_ptr,
     elements,
     groups,
-    C1: tl.constexpr, C2: tl.constexpr, C3: tl.constexpr, C4: tl.constexpr, C5: tl.constexpr,
-    C6: tl.constexpr, C7: tl.constexpr, C8: tl.constexpr, C9: tl.constexpr, C10: tl.constexpr,
-    C11: tl.constexpr, C12: tl.constexpr, C13: tl.constexpr, C14: tl.constexpr, C15: tl.constexpr,
-    LAST: tl.constexpr, CYCLIC: tl.constexpr, BITS: tl.constexpr,
+    C: tl.constexpr, LAST: tl.constexpr, CYCLIC: tl.constexpr, BITS: tl.constexpr,
     SCALE: tl.constexpr, SHIFT: tl.constexpr, BINS: tl.constexpr, JOINT: tl.constexpr, PAIRS: tl.constexpr,
     KIND: tl.constexpr, PRECISE: tl.constexpr, COARSE: tl.constexpr,
     EVEN: tl.constexpr, BLOCK: tl.constexpr,
@@ -254,10 +211,7 @@ def _codes_forward_kernel(
     x = given.to(tl.float32)
     y = _math.activate(x, KIND, PRECISE, COARSE)
     tl.store(y_ptr + first * GROUP + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
-    code = _code_of(
-        given, x, C1, C2, C3, C4, C5, C6, C7, C8, C9, C10, C11, C12, C13, C14, C15,
-        SCALE, SHIFT, BINS, JOINT, PAIRS, BITS,
-    )  # fmt: skip
+    code = _code_of(given, x, C, SCALE, SHIFT, BINS, JOINT, PAIRS, BITS)
     if CYCLIC:
         code = tl.where(x >= LAST, 0.0, code)
     if KIND == "relu" or KIND == "relu6":  # torch's backward passes the gradient of a NaN on
@@ -269,23 +223,14 @@ def _codes_forward_kernel(
 
 @triton.jit(do_not_specialize=["elements", "groups"])
 def _codes_backward_kernel(
-    dy_ptr,
-    codes_ptr,
-    dx_ptr,
-    elements,
-    groups,
-    L0: tl.constexpr, L1: tl.constexpr, L2: tl.constexpr, L3: tl.constexpr,
-    L4: tl.constexpr, L5: tl.constexpr, L6: tl.constexpr, L7: tl.constexpr,
-    L8: tl.constexpr, L9: tl.constexpr, L10: tl.constexpr, L11: tl.constexpr,
-    L12: tl.constexpr, L13: tl.constexpr, L14: tl.constexpr, L15: tl.constexpr,
-    EXACT: tl.constexpr, BITS: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
+    dy_ptr, codes_ptr, dx_ptr,
+    elements, groups,
+    LEVELS: tl.constexpr, EXACT: tl.constexpr, BITS: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     first, own, offsets, mask = _tile(elements, groups, EVEN, BLOCK)
     dy = tl.load(dy_ptr + first * GROUP + offsets, mask=mask, other=0.0).to(tl.float32)
-    slope = _level_of(
-        codes_ptr, groups, first, own,
-        L0, L1, L2, L3, L4, L5, L6, L7, L8, L9, L10, L11, L12, L13, L14, L15, BITS, BLOCK,
-    )  # fmt: skip
+    slope = _level_of(codes_ptr, groups, first, own, LEVELS, BITS, BLOCK)
     dx = _math.selected(dy, slope) if EXACT else dy * slope
     tl.store(dx_ptr + first * GROUP + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
@@ -310,12 +255,11 @@ def _forward_launch(
     in_pairs = in_pairs and 1 < table.bits < 4 and dtype.itemsize == 2
     inner = table.thresholds[: len(table.levels) - 1]
     thresholds = (*inner, *(0.0,) * (MOST_LEVELS.value - 1 - len(inner)))
-    constants: dict[str, Any] = {f"C{number}": value for number, value in enumerate(thresholds, 1)}
     bins = bins_of(table) if table.bits > 2 else Bins(1.0, 0.0, 1)
     return Launch(
         _codes_forward_kernel,
         NUM_WARPS,
-        **constants,
+        C=(*thresholds, thresholds[-1]),
         LAST=table.thresholds[-1],
         CYCLIC=table.cyclic,
         BITS=table.bits,
@@ -336,11 +280,10 @@ def _forward_launch(
 def _backward_launch(kind: ActivationKind, bits: int, even: bool) -> Launch:
     table = STEP_TABLES[kind][bits]
     levels = (*table.levels, *(0.0,) * (MOST_LEVELS.value - len(table.levels)))
-    constants: dict[str, Any] = {f"L{number}": value for number, value in enumerate(levels)}
     return Launch(
         _codes_backward_kernel,
         NUM_WARPS,
-        **constants,
+        LEVELS=levels,
         EXACT=table.exact,
         BITS=table.bits,
         EVEN=even,

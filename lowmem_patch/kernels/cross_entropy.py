@@ -7,19 +7,17 @@ multiprocessor takes. It goes backwards, since what was read last is there, and 
 writes as not needed again (speed: benchmarks/op_speed.py).
 """
 
-# triton ships no types
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowmem_patch.kernels._launch import Launch
+from lowmem_patch.kernels._launch import Launch, launches
 
 BLOCK = 8192
 NUM_WARPS = 16
@@ -209,33 +207,11 @@ def _cross_entropy_kernel(
 
 
 @cache
-def _cross_entropy_launch(
-    classes: int,
-    labelled: bool,
-    weighted: bool,
-    smoothed: bool,
-    scaled: bool,
-    capped: bool,
-    forward: bool,
-    gradient: bool,
-    factor: str,
-) -> Launch:
+def _cross_entropy_launch(classes: int, *constants: Any) -> Launch:
     block, num_warps = max(128, triton.next_power_of_2(classes)), 4
     if classes > BLOCK // 2:
         block, num_warps = (LONG_BLOCK, LONG_WARPS) if classes > _LONG else (BLOCK, NUM_WARPS)
-    return Launch(
-        _cross_entropy_kernel,
-        num_warps,
-        LABELLED=labelled,
-        WEIGHTED=weighted,
-        SMOOTHED=smoothed,
-        SCALED=scaled,
-        CAPPED=capped,
-        FORWARD=forward,
-        GRADIENT=gradient,
-        FACTOR=factor,
-        BLOCK=block,
-    )
+    return launches(_cross_entropy_kernel, num_warps, block)(*constants)
 
 
 def _launch(

@@ -5,19 +5,15 @@ Element 8 b + i has bit i of byte b; only the last byte is padded (with zeros). 
 16-byte load of a half tensor, so a byte is packed and unpacked inside one thread.
 """
 
-# triton ships no types
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 from __future__ import annotations
-
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowmem_patch.kernels._launch import Launch, empty
+from lowmem_patch.kernels._launch import empty, launches
+from lowmem_patch.kernels.eight_bit import group_tile
 
 BLOCK_BYTES = 256
 NUM_WARPS = 4
@@ -35,61 +31,29 @@ def _round(x, DTYPE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["elements", "count"])
-def _pack_kernel(
-    flags_ptr,
-    bits_ptr,
-    elements,
-    count,
-    EVEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    byte = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    position = tl.arange(0, 8)
-    offsets = byte[:, None] * 8 + position[None, :]
-    if EVEN:
-        # one condition for a whole byte, so that the access stays one vector
-        mask = tl.broadcast_to((byte < count)[:, None], offsets.shape)
-    else:
-        mask = offsets < elements
+def _pack_kernel(flags_ptr, bits_ptr, elements, count, EVEN: tl.constexpr, BLOCK: tl.constexpr):
+    byte, offsets, mask = group_tile(elements, count, 8, EVEN, BLOCK)
     flag = tl.load(flags_ptr + offsets, mask=mask, other=0).to(tl.int32)
-    packed = tl.sum(flag << position[None, :], axis=1)
+    packed = tl.sum(flag << tl.arange(0, 8)[None, :], axis=1)
     tl.store(bits_ptr + byte, packed.to(tl.uint8), mask=byte < count)
 
 
 @triton.jit(do_not_specialize=["elements", "count", "scale"])
 def _drop_kernel(
-    x_ptr,
-    bits_ptr,
-    y_ptr,
-    elements,
-    count,
-    scale,
-    DTYPE: tl.constexpr,
-    EVEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    byte = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    position = tl.arange(0, 8)
-    offsets = byte[:, None] * 8 + position[None, :]
-    if EVEN:
-        mask = tl.broadcast_to((byte < count)[:, None], offsets.shape)
-    else:
-        mask = offsets < elements
+    x_ptr, bits_ptr, y_ptr,
+    elements, count, scale,
+    DTYPE: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    byte, offsets, mask = group_tile(elements, count, 8, EVEN, BLOCK)
     x = _round(tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32), DTYPE)
     packed = tl.load(bits_ptr + byte, mask=byte < count, other=0).to(tl.int32)
-    factor = tl.where((packed[:, None] >> position[None, :]) & 1 == 1, scale, 0.0)
+    factor = tl.where((packed[:, None] >> tl.arange(0, 8)[None, :]) & 1 == 1, scale, 0.0)
     y = _round(x * factor, DTYPE)
     tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@cache
-def _pack_launch(even: bool) -> Launch:
-    return Launch(_pack_kernel, NUM_WARPS, EVEN=even, BLOCK=BLOCK_BYTES)
-
-
-@cache
-def _drop_launch(dtype: torch.dtype, even: bool) -> Launch:
-    return Launch(_drop_kernel, NUM_WARPS, DTYPE=_ROUNDS[dtype], EVEN=even, BLOCK=BLOCK_BYTES)
+_pack_launch = launches(_pack_kernel, NUM_WARPS, BLOCK_BYTES)
+_drop_launch = launches(_drop_kernel, NUM_WARPS, BLOCK_BYTES)
 
 
 def pack_bool(mask: Tensor) -> Tensor:
@@ -107,14 +71,13 @@ def pack_bool(mask: Tensor) -> Tensor:
 def drop(
     x: Tensor, bits: Tensor, scale: float, dtype: torch.dtype, out_dtype: torch.dtype
 ) -> Tensor:
-    """x times ``scale`` where the bit is 1 and times 0 elsewhere, contiguous, in ``out_dtype``.
-
-    ``x`` and the product are rounded to ``dtype``, in which torch would have computed.
-    """
+    """As of the reference."""
     x = x.contiguous()
     y = empty(x, out_dtype)
     elements, count = x.numel(), bits.numel()
     if elements:
         grid = (-(-count // BLOCK_BYTES), 1, 1)
-        _drop_launch(dtype, elements % 8 == 0)(grid, (x, bits, y), (elements, count, scale))
+        _drop_launch(_ROUNDS[dtype], elements % 8 == 0)(
+            grid, (x, bits, y), (elements, count, scale)
+        )
     return y

@@ -4,9 +4,6 @@ A program holds whole groups, so that the largest value of each is found in regi
 A kernel whose programs write whole groups stores them by itself (`store_groups`).
 """
 
-# triton ships no types
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 from __future__ import annotations
 
 from functools import cache
@@ -18,7 +15,7 @@ from torch import Tensor
 
 from lowmem_patch.constants import EIGHT_BIT_GROUP, EIGHT_BIT_LEVELS
 from lowmem_patch.kernels import _math
-from lowmem_patch.kernels._launch import Launch
+from lowmem_patch.kernels._launch import Launch, launches
 
 BLOCK_GROUPS = 32
 NUM_WARPS = 4
@@ -31,7 +28,8 @@ TO_INTEGER = tl.constexpr(1.5 * 2.0**23)
 
 
 @triton.jit
-def _tile(elements, groups, EVEN: tl.constexpr, BLOCK: tl.constexpr):
+def group_tile(elements, groups, GROUP: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr):
+    """The program's groups, offsets of their elements ``[BLOCK, GROUP]``, and which of them exist."""
     group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     offsets = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     if EVEN:
@@ -71,7 +69,7 @@ def _in_eight_bits(x):
 def _to_kernel(
     x_ptr, integers_ptr, scales_ptr, elements, groups, EVEN: tl.constexpr, BLOCK: tl.constexpr
 ):
-    group, offsets, mask = _tile(elements, groups, EVEN, BLOCK)
+    group, offsets, mask = group_tile(elements, groups, GROUP, EVEN, BLOCK)
     integers, scale = _in_eight_bits(tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32))
     tl.store(integers_ptr + offsets, integers, mask=mask)
     tl.store(scales_ptr + group, scale, mask=group < groups)
@@ -102,26 +100,19 @@ def values_of(integers, scale, LARGEST: tl.constexpr):
 
 @triton.jit(do_not_specialize=["elements", "groups"])
 def _from_kernel(
-    integers_ptr,
-    scales_ptr,
-    y_ptr,
-    elements,
-    groups,
-    LARGEST: tl.constexpr,
-    EVEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    group, offsets, mask = _tile(elements, groups, EVEN, BLOCK)
+    integers_ptr, scales_ptr, y_ptr,
+    elements, groups,
+    LARGEST: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    group, offsets, mask = group_tile(elements, groups, GROUP, EVEN, BLOCK)
     integers = tl.load(integers_ptr + offsets, mask=mask, other=0).to(tl.float32)
     scale = tl.load(scales_ptr + group, mask=group < groups, other=0.0).to(tl.float32)
     y = values_of(integers, scale[:, None], LARGEST)
     tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@cache
-def _to_launch(even: bool) -> Launch:
-    # an AMD GPU's fused multiplication and addition would round other values up than the reference does
-    return Launch(_to_kernel, NUM_WARPS, fuse=False, EVEN=even, BLOCK=BLOCK_GROUPS)
+# an AMD GPU's fused multiplication and addition would round other values up than the reference does
+_to_launch = launches(_to_kernel, NUM_WARPS, BLOCK_GROUPS, fuse=False)
 
 
 @cache

@@ -1,11 +1,8 @@
-"""LayerNorm and RMSNorm forward: one pass over rows that fit registers, three over longer ones.
+"""LayerNorm and RMSNorm forward: one pass over rows that fit registers, three over longer ones; and affines.
 
 z = (x - mean) rstd, y = z gamma + bias; RMSNorm subtracts no mean. Saved: y, or z where it is asked for, and
 rstd; see `lowmem_patch.kernels.norms_backward`.
 """
-
-# triton ships no types
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from __future__ import annotations
 
@@ -71,29 +68,12 @@ def tile_mask(row, rows, inside, BLOCK_ROWS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "eps"])
 def _forward_kernel(
-    x_ptr,
-    y_ptr,
-    rstd_ptr,
-    z_ptr,
-    copy_ptr,
-    weight_ptr,
-    bias_ptr,
-    integers_ptr,
-    scales_ptr,
-    rows,
-    eps,
-    x_stride,
-    COLUMNS: tl.constexpr,
-    STORES_Z: tl.constexpr,
-    STORES_COPY: tl.constexpr,
-    IN_EIGHT_BITS: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    CENTERED: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x_ptr, y_ptr, rstd_ptr, z_ptr, copy_ptr, weight_ptr, bias_ptr, integers_ptr, scales_ptr,
+    rows, eps, x_stride,
+    COLUMNS: tl.constexpr, STORES_Z: tl.constexpr, STORES_COPY: tl.constexpr,
+    IN_EIGHT_BITS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    OFFSET: tl.constexpr, CENTERED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.arange(0, BLOCK)
     inside = column < COLUMNS
@@ -129,25 +109,12 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["rows", "eps"])
 def _forward_long_row_kernel(
-    x_ptr,
-    y_ptr,
-    rstd_ptr,
-    z_ptr,
-    copy_ptr,
-    weight_ptr,
-    bias_ptr,
-    rows,
-    eps,
-    x_stride,
-    COLUMNS: tl.constexpr,
-    STORES_Z: tl.constexpr,
-    STORES_COPY: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    CENTERED: tl.constexpr,
+    x_ptr, y_ptr, rstd_ptr, z_ptr, copy_ptr, weight_ptr, bias_ptr,
+    rows, eps, x_stride,
+    COLUMNS: tl.constexpr, STORES_Z: tl.constexpr, STORES_COPY: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, OFFSET: tl.constexpr, CENTERED: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
     y_ptr += row * COLUMNS
@@ -278,3 +245,66 @@ def norm_forward_in_eight_bits(
         saved = z if z is not None else copy if copy is not None else y
         parts = to_eight_bits(saved.view(-1))
     return (y, copy, z, rstd), parts
+
+
+_AFFINE_TILE = 4096  # elements of a program
+_AFFINE_WARPS = 8
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _affine_kernel(
+    z_ptr, y_ptr, weight_ptr, bias_ptr,
+    rows, columns,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, OFFSET: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    mask = (row < rows)[:, None] & inside[None, :]
+    place = row[:, None] * columns + column[None, :]
+    y = tl.load(z_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    if HAS_WEIGHT:
+        y *= (load_vector(weight_ptr, column, inside, True, 1.0) + OFFSET)[None, :]
+    if HAS_BIAS:
+        y += load_vector(bias_ptr, column, inside, True, 0.0)[None, :]
+    tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@cache
+def _affine_launcher(
+    columns: int, has_weight: bool, has_bias: bool, settings: NormSettings
+) -> tuple[Launch, int, int]:
+    """The launch for rows of this length; rows and columns of a program."""
+    block = min(triton.next_power_of_2(columns), _AFFINE_TILE)
+    constants: dict[str, Any] = {
+        **affine_constants(has_weight, has_bias, settings),
+        "BLOCK_ROWS": _AFFINE_TILE // block,
+        "BLOCK": block,
+    }
+    launch = Launch(_affine_kernel, _AFFINE_WARPS, **constants)
+    return launch, _AFFINE_TILE // block, block
+
+
+def affine(
+    z: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    settings: NormSettings,
+    dtype: torch.dtype,
+) -> Tensor:
+    """``[..., N]`` in ``dtype``, contiguous."""
+    y = empty(z, dtype)
+    if not y.numel():
+        return y
+    columns = z.shape[-1]
+    rows = y.numel() // columns
+    z, weight, bias = z.contiguous(), contiguous(weight), contiguous(bias)
+    launch, block_rows, block = _affine_launcher(
+        columns, weight is not None, bias is not None, settings
+    )
+    grid = (-(-rows // block_rows), -(-columns // block), 1)
+    # an absent vector is never read; any pointer will do
+    tensors = (z, y, z if weight is None else weight, z if bias is None else bias)
+    launch(grid, tensors, (rows,), (columns,))
+    return y

@@ -9,9 +9,6 @@ Saved: y, rstd, weight, bias. Where z was saved instead (NORMALIZED), nothing is
     dx = rstd (g - mean(g) - z mean(g z)),    d_weight = sum over rows of dy z.
 """
 
-# triton ships no types
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -56,22 +53,10 @@ def _without_bias(y, bias, bias_ptr, column, inside, HAS_BIAS: tl.constexpr, REL
 
 @triton.jit
 def _tile_gradient(
-    g,
-    u,
-    product,
-    rstd,
-    gamma,
-    inverse,
-    weight_ptr,
-    column,
-    inside,
-    COLUMNS: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    OFFSET: tl.constexpr,
-    CENTERED: tl.constexpr,
-    NORMALIZED: tl.constexpr,
-    RELOAD: tl.constexpr,
-):
+    g, u, product, rstd, gamma, inverse, weight_ptr, column, inside,
+    COLUMNS: tl.constexpr, HAS_WEIGHT: tl.constexpr, OFFSET: tl.constexpr, CENTERED: tl.constexpr,
+    NORMALIZED: tl.constexpr, RELOAD: tl.constexpr,
+):  # fmt: skip
     """dx of some rows, from dy in the place of g and dy u."""
     if not NORMALIZED:
         along_z = tl.sum(product, axis=1) * (1.0 / COLUMNS)
@@ -96,30 +81,13 @@ def _tile_gradient(
 # rows that are (nearly) constant the difference is not 0, and rstd multiplies it.
 @triton.jit(do_not_specialize=["rows", "tiles"])
 def _backward_kernel(
-    dy_ptr,
-    y_ptr,
-    rstd_ptr,
-    weight_ptr,
-    bias_ptr,
-    dx_ptr,
-    sums_ptr,
-    rows,
-    tiles,
-    dy_stride,
-    y_stride,
-    COLUMNS: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    CENTERED: tl.constexpr,
-    NORMALIZED: tl.constexpr,
-    NEEDS_WEIGHT: tl.constexpr,
-    NEEDS_BIAS: tl.constexpr,
-    RELOAD: tl.constexpr,
-    STAGES: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    dy_ptr, y_ptr, rstd_ptr, weight_ptr, bias_ptr, dx_ptr, sums_ptr,
+    rows, tiles, dy_stride, y_stride,
+    COLUMNS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, OFFSET: tl.constexpr,
+    CENTERED: tl.constexpr, NORMALIZED: tl.constexpr, NEEDS_WEIGHT: tl.constexpr,
+    NEEDS_BIAS: tl.constexpr, RELOAD: tl.constexpr, STAGES: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < COLUMNS
@@ -159,23 +127,11 @@ def _backward_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def _backward_long_row_kernel(
-    dy_ptr,
-    y_ptr,
-    rstd_ptr,
-    weight_ptr,
-    bias_ptr,
-    dx_ptr,
-    rows,
-    dy_stride,
-    y_stride,
-    COLUMNS: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    CENTERED: tl.constexpr,
-    NORMALIZED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    dy_ptr, y_ptr, rstd_ptr, weight_ptr, bias_ptr, dx_ptr,
+    rows, dy_stride, y_stride,
+    COLUMNS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, OFFSET: tl.constexpr,
+    CENTERED: tl.constexpr, NORMALIZED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     dy_ptr += row * dy_stride
     y_ptr += row * y_stride
@@ -247,10 +203,7 @@ def norm_backward(
     needs: Sequence[bool],
     normalized: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx ``[..., N]`` in ``input_dtype``, d_weight and d_bias ``[N]`` in their parameters' dtypes.
-
-    ``needs``: which of these are asked for; ``normalized``: z stands in the place of y.
-    """
+    """As of the reference."""
     columns = dy.shape[-1]
     rows = dy.numel() // max(1, columns)
     dx = empty(dy, input_dtype) if needs[0] else None

@@ -3,9 +3,6 @@
 The sums over rows go to one partial row per program, then to one sum: no atomics, same bits each run.
 """
 
-# triton ships no types
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -18,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowmem_patch.constants import NormSettings
-from lowmem_patch.kernels._launch import Launch, multiprocessors
+from lowmem_patch.kernels._launch import Launch, launches, multiprocessors
 from lowmem_patch.kernels.norms import affine_constants, load_vector, scales
 
 # tile of the sum over partial rows: many loads in flight, and programs enough at 768 columns
@@ -43,18 +40,10 @@ class BackwardCase(NamedTuple):
 @triton.jit
 def store_sums(
     sums_ptr,
-    program,
-    programs,
-    column,
-    mask,
-    d_weight,
-    d_bias,
-    inverse,
-    COLUMNS: tl.constexpr,
-    NORMALIZED: tl.constexpr,
-    NEEDS_WEIGHT: tl.constexpr,
+    program, programs, column, mask, d_weight, d_bias, inverse,
+    COLUMNS: tl.constexpr, NORMALIZED: tl.constexpr, NEEDS_WEIGHT: tl.constexpr,
     NEEDS_BIAS: tl.constexpr,
-):
+):  # fmt: skip
     """The sums of one program to its partial rows; that of dy (y - bias) is divided by gamma."""
     partial = program.to(tl.int64) * COLUMNS + column
     if NEEDS_WEIGHT:
@@ -68,24 +57,12 @@ def store_sums(
 
 @triton.jit(do_not_specialize=["rows", "rows_per_program"])
 def _sums_kernel(
-    dy_ptr,
-    y_ptr,
-    weight_ptr,
-    bias_ptr,
-    sums_ptr,
-    rows,
-    rows_per_program,
-    dy_stride,
-    y_stride,
-    COLUMNS: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    NORMALIZED: tl.constexpr,
-    NEEDS_WEIGHT: tl.constexpr,
-    NEEDS_BIAS: tl.constexpr,
+    dy_ptr, y_ptr, weight_ptr, bias_ptr, sums_ptr,
+    rows, rows_per_program, dy_stride, y_stride,
+    COLUMNS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, OFFSET: tl.constexpr,
+    NORMALIZED: tl.constexpr, NEEDS_WEIGHT: tl.constexpr, NEEDS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """d_weight and d_bias alone, by columns: for long rows, and where dx is not asked for."""
     group = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -110,14 +87,10 @@ def _sums_kernel(
 
 @triton.jit(do_not_specialize=["programs"])
 def _total_kernel(
-    sums_ptr,
-    first_ptr,
-    second_ptr,
+    sums_ptr, first_ptr, second_ptr,
     programs,
-    COLUMNS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The partial rows of one or two vectors to their sums, rounded once to the parameter's dtype."""
     which = tl.program_id(1)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -149,11 +122,7 @@ def _sums_launch(case: BackwardCase) -> Launch:
     )
 
 
-@cache
-def _total_launch(columns: int) -> Launch:
-    return Launch(
-        _total_kernel, TOTAL_WARPS, COLUMNS=columns, BLOCK_ROWS=TOTAL_ROWS, BLOCK=TOTAL_COLUMNS
-    )
+_total_launch = launches(_total_kernel, TOTAL_WARPS)
 
 
 def partial_sums(case: BackwardCase, like: Tensor, programs: int) -> Tensor:
@@ -186,4 +155,6 @@ def sum_partial(sums: Tensor, vectors: Sequence[Tensor]) -> None:
     """The partial rows to their sums, in one or two ``[N]``."""
     _, programs, columns = sums.shape
     grid = (-(-columns // TOTAL_COLUMNS), len(vectors), 1)
-    _total_launch(columns)(grid, (sums, vectors[0], vectors[-1]), (programs,))
+    _total_launch(columns, TOTAL_ROWS, TOTAL_COLUMNS)(
+        grid, (sums, vectors[0], vectors[-1]), (programs,)
+    )

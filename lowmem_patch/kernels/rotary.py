@@ -1,20 +1,8 @@
 """The rotary position embedding of one tensor, its transpose and its inverse, one pass each.
 
-With R columns that turn, in halves x1 and x2, cos = (c1, c2) and sin = (s1, s2), whose halves may differ:
-
-    y1 = x1 c1 - x2 s1,      y2 = x2 c2 + x1 s2,      y[R:] = x[R:]
-    dx1 = dy1 c1 + dy2 s2,   dx2 = dy2 c2 - dy1 s1,   dx[R:] = dy[R:]
-
-    x1 = (y1 c2 + y2 s1) / d,  x2 = (y2 c1 - y1 s2) / d,  d = c1 c2 + s1 s2
-
-The last line is the inverse: 0 where all four are 0, and not finite where else d is 0.
-
-Saved: cos and sin. A program takes some positions of one sequence and a block of heads; one
-that takes a single position reads its cos and sin once for all these heads.
+The formulas stand in `lowmem_patch.reference.rotate`. A program takes some positions of one sequence and a
+block of heads; one that takes a single position reads its cos and sin once for all these heads.
 """
-
-# triton ships no types
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 from __future__ import annotations
 
@@ -65,31 +53,12 @@ def _copy_rest(x_ptr, y_ptr, present, REST: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["blocks", "positions", "heads"])
 def _rotate_kernel(
-    x_ptr,
-    cos_ptr,
-    sin_ptr,
-    y_ptr,
-    blocks,
-    positions,
-    heads,
-    x_batch,
-    x_position,
-    x_head,
-    y_batch,
-    y_position,
-    y_head,
-    cos_batch,
-    cos_position,
-    sin_batch,
-    sin_position,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-    DIRECTION: tl.constexpr,
-    BLOCK_POSITIONS: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-):
+    x_ptr, cos_ptr, sin_ptr, y_ptr,
+    blocks, positions, heads, x_batch, x_position, x_head, y_batch, y_position, y_head, cos_batch,
+    cos_position, sin_batch, sin_position,
+    HALF: tl.constexpr, REST: tl.constexpr, DIRECTION: tl.constexpr, BLOCK_POSITIONS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     batch = (program // blocks).to(tl.int64)
     position = (program % blocks).to(tl.int64) * BLOCK_POSITIONS + tl.arange(0, BLOCK_POSITIONS)
@@ -161,10 +130,7 @@ def rotate(
     strides: Sequence[int] | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """x turned by the angles (``forward``), or by the transpose or the inverse.
-
-    ``strides`` of the result; None: those of ``torch.empty_like(x)``.
-    """
+    """As of the reference."""
     if strides is None:
         y = torch.empty_like(x, dtype=out_dtype)
     else:

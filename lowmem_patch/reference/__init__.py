@@ -24,6 +24,7 @@ from lowmem_patch.constants import (
     EightBits,
     NormSettings,
     padded_rank,
+    wide,
 )
 from lowmem_patch.reference.channel_norms import channel_norm_backward as channel_norm_backward
 from lowmem_patch.reference.channel_norms import channel_norm_forward as channel_norm_forward
@@ -34,45 +35,58 @@ from lowmem_patch.reference.cross_entropy import scale_in_place as scale_in_plac
 from lowmem_patch.reference.eight_bit import from_eight_bits as from_eight_bits
 from lowmem_patch.reference.eight_bit import to_eight_bits as to_eight_bits
 from lowmem_patch.reference.eight_bit import values_of
-from lowmem_patch.reference.scaled_linear import scaled_gradients as scaled_gradients
 
 
-def _arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def activate(x: Tensor, kind: ActivationKind) -> Tensor:
+    """The framework's own activation function."""
+    return formulas.FORWARD[kind](x)
 
 
-def activate(x: Tensor, kind: ActivationKind, out_dtype: torch.dtype | None = None) -> Tensor:
-    """The framework's own activation function.
-
-    Args:
-        x: ``[...]``, floating point.
-        kind: which activation.
-        out_dtype: dtype of the result, ``x.dtype`` by default.
-    """
-    y = formulas.FORWARD[kind](x)
-    return y if out_dtype is None else y.to(out_dtype)
+def activate_backward(dy: Tensor, x: Tensor, kind: ActivationKind) -> Tensor:
+    """dx = dy * h'(x), shape and dtype of ``x``; torch's own formulas."""
+    return formulas.BACKWARD[kind](dy.to(x.dtype), x)
 
 
-def activate_backward(
+def activation_forward(
+    x: Tensor, up: Tensor | None, kind: ActivationKind, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """h(x), or h(x) * up, which is contiguous, by torch's own; in ``out_dtype`` or the promoted dtype."""
+    y = activate(x, kind) if up is None else activate(x, kind) * up
+    y = y if out_dtype is None else y.to(out_dtype)
+    return y if up is None else y.contiguous()
+
+
+def activation_backward(
     dy: Tensor,
     x: Tensor | EightBits,
+    up: Tensor | EightBits | None,
     kind: ActivationKind,
     hidden: Tensor | None = None,
-    into: Tensor | None = None,
-) -> Tensor:
-    """dx = dy * h'(x), shape and dtype of ``x``; torch's own formulas.
+    into: Sequence[Tensor] | None = None,
+) -> Sequence[Tensor]:
+    """dx = dy * h'(x); or d_x = dy * up * h'(x) and d_up = dy * h(x). Contiguous, each in its input's dtype.
 
-    ``hidden`` and ``into``, where given, are overwritten with h(x) and dx; they may be ``dy`` or ``x``.
+    ``hidden`` and ``into``, where given, are overwritten with h(x) or h(x) * up, and with the gradients; they
+    may be ``dy``, ``x`` or ``up``.
     """
     x = values_of(x)
-    dx = formulas.BACKWARD[kind](dy.to(x.dtype), x)
+    if up is None:
+        found = [activate_backward(dy, x, kind)]
+    else:
+        up = values_of(up)
+        dtype = wide(torch.promote_types(x.dtype, up.dtype))
+        d_y, gate = dy.to(dtype), x.to(dtype)
+        d_gate = activate_backward(d_y * up.to(dtype), gate, kind).to(x.dtype)
+        found = [d_gate, (d_y * activate(gate, kind)).to(up.dtype)]
     if hidden is not None:
-        hidden.copy_(activate(x, kind))
-    return dx if into is None else into.copy_(dx)
+        hidden.copy_(activation_forward(x, up, kind))
+    if into is not None:
+        return [place.copy_(gradient) for place, gradient in zip(into, found, strict=True)]
+    return [gradient.contiguous() for gradient in found]
 
 
 def codes_forward(x: Tensor, kind: ActivationKind, bits: int) -> tuple[Tensor, Tensor]:
-    """y = h(x) and the code of each element in the step table for ``bits``.
+    """y = h(x) and the code of each element in the step table for ``bits``, which may take fewer.
 
     The codes of eight elements are one group, first element lowest. With 1, 2 and 4 bits a code, a group is
     one word of 8, 16 or 32 bits. With 3 bits it is one of 24: its lower 16 bits are a word, its higher 8 a
@@ -80,15 +94,13 @@ def codes_forward(x: Tensor, kind: ActivationKind, bits: int) -> tuple[Tensor, T
 
     Args:
         x: ``[...]``, n elements.
-        kind: which activation and which step tables.
-        bits: which of these; the table may take fewer.
 
     Returns:
         y like ``x``, contiguous; codes ``[codes_bytes(n, table.bits)]`` uint8, words in little endian.
     """
     table = STEP_TABLES[kind][bits]
     # float32, because comparing a half tensor with a Python number rounds the number to half
-    flat = x.reshape(-1).to(_arithmetic_dtype(x.dtype))
+    flat = x.reshape(-1).to(wide(x.dtype))
     codes = torch.zeros_like(flat, dtype=torch.uint8)
     for threshold in table.thresholds:
         codes += flat > threshold
@@ -133,44 +145,11 @@ def codes_backward(
     """
     table = STEP_TABLES[kind][bits]
     unpacked = _unpack(codes, table.bits)
-    arithmetic = _arithmetic_dtype(dy.dtype)
+    arithmetic = wide(dy.dtype)
     levels = torch.tensor(table.levels, dtype=arithmetic, device=dy.device)
     slopes = levels[unpacked[: dy.numel()]].view(dy.shape)
     dx = dy.contiguous().to(arithmetic) * slopes
     return (dx.masked_fill_(slopes == 0, 0) if table.exact else dx).to(dtype)
-
-
-def glu_forward(
-    gate: Tensor, up: Tensor, kind: ActivationKind, out_dtype: torch.dtype | None = None
-) -> Tensor:
-    """h(gate) * up in torch's own arithmetic; contiguous, in ``out_dtype`` or the promoted dtype."""
-    y = activate(gate, kind) * up
-    return (y if out_dtype is None else y.to(out_dtype)).contiguous()
-
-
-def glu_backward(
-    dy: Tensor,
-    gate: Tensor | EightBits,
-    up: Tensor | EightBits,
-    kind: ActivationKind,
-    hidden: Tensor | None = None,
-    into: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """d_gate = dy * up * h'(gate) and d_up = dy * h(gate), contiguous, each in its input's dtype.
-
-    ``hidden`` and ``into``, where given, are overwritten with h(gate) * up and with d_gate and d_up; they may
-    be ``dy``, ``gate`` or ``up``.
-    """
-    gate, up = values_of(gate), values_of(up)
-    dtype = _arithmetic_dtype(torch.promote_types(gate.dtype, up.dtype))
-    d_y, x = dy.to(dtype), gate.to(dtype)
-    d_gate = activate_backward(d_y * up.to(dtype), x, kind).to(gate.dtype)
-    d_up = (d_y * activate(x, kind)).to(up.dtype)
-    if hidden is not None:
-        hidden.copy_(activate(gate, kind) * up)
-    if into is not None:
-        return into[0].copy_(d_gate), into[1].copy_(d_up)
-    return d_gate.contiguous(), d_up.contiguous()
 
 
 def norm_forward(
@@ -188,10 +167,7 @@ def norm_forward(
         x: ``[..., N]``.
         weight: ``[N]`` or None for no factor at all.
         bias: ``[N]`` or None.
-        settings: of the norm.
-        out_dtype: dtype of y.
-        copy_dtype: dtype of a copy of y, None where it is not asked for.
-        z_dtype: dtype of z, None where it is not asked for.
+        out_dtype, copy_dtype, z_dtype: of y, of a copy of y and of z; None where these are not asked for.
 
     Returns:
         y ``[..., N]``, contiguous; the copy of y, or None; z like y, or None; rstd ``[...]`` in float32
@@ -236,7 +212,7 @@ def affine(
     dtype: torch.dtype,
 ) -> Tensor:
     """z gamma + bias over the last dimension, contiguous, in ``dtype``."""
-    y = _affine(cast(z, _arithmetic_dtype(z.dtype)), weight, bias, settings)
+    y = _affine(cast(z, wide(z.dtype)), weight, bias, settings)
     return cast(y, dtype).contiguous()
 
 
@@ -249,7 +225,7 @@ def _affine(
 
 def _normalized(x: Tensor, settings: NormSettings) -> tuple[Tensor, Tensor]:
     """z ``[..., N]`` and rstd ``[..., 1]``, in the dtype of the arithmetic."""
-    x = cast(x, _arithmetic_dtype(x.dtype))
+    x = cast(x, wide(x.dtype))
     if settings.centered:
         x = x - x.mean(-1, keepdim=True)
     rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + settings.eps)
@@ -282,7 +258,7 @@ def norm_backward(
     Saved: y, rstd, weight, bias; x is not needed.
 
     Args:
-        needs: which of the gradients of x, weight and bias are asked for.
+        needs: which of the gradients of x (in ``input_dtype``), weight and bias (in theirs) are asked for.
     """
     needs_input, needs_weight, needs_bias = needs
     dtype, size = rstd.dtype, dy.shape[-1]
@@ -331,7 +307,7 @@ def drop(
         x: ``[...]``, n elements.
         bits: ``[ceil(n / 8)]`` uint8, from `pack_bool`.
     """
-    arithmetic = _arithmetic_dtype(dtype)
+    arithmetic = wide(dtype)
     factor = unpack_bool(bits, x.shape).to(arithmetic) * scale
     return (x.to(dtype).to(arithmetic) * factor).to(dtype).to(out_dtype).contiguous()
 
@@ -359,7 +335,7 @@ def rotate(
         strides: of the result; None for those of ``torch.empty_like(x)``.
         out_dtype: dtype of the result.
     """
-    dtype = _arithmetic_dtype(x.dtype)
+    dtype = wide(x.dtype)
     if strides is None:
         y = torch.empty_like(x, dtype=out_dtype)
     else:
@@ -397,3 +373,18 @@ def adapter_weights(lora_A: Tensor, lora_B: Tensor, dtype: torch.dtype) -> tuple
     more = padded_rank(lora_A.shape[0], dtype) - lora_A.shape[0]
     lora_A, lora_B = cast(lora_A, dtype), cast(lora_B, dtype)
     return (F.pad(lora_A, (0, 0, 0, more)), F.pad(lora_B, (0, more))) if more else (lora_A, lora_B)
+
+
+def scaled_gradients(
+    products: Tensor, weight: Tensor, factors: Tensor, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor | None]:
+    """``rowsum(products * weight)``, at least in float32, and ``factors * products`` in ``dtype``.
+
+    Args:
+        products: ``[O, F]``, at least in float32.
+        weight: ``[O, F]``.
+        factors: ``[O]`` or ``[1]``.
+        dtype: None: the second is not asked for.
+    """
+    sums = (products * weight).sum(1, dtype=wide(products.dtype))
+    return sums, None if dtype is None else (products * factors.unsqueeze(1)).to(dtype)

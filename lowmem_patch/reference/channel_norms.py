@@ -6,11 +6,7 @@ import torch
 from torch import Tensor
 
 from lowmem_patch import formulas
-from lowmem_patch.constants import ChannelNormInput
-
-
-def _arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+from lowmem_patch.constants import ChannelNormInput, wide
 
 
 def channel_statistics(
@@ -28,12 +24,12 @@ def channel_statistics(
         running_mean, running_var: ``[C]``, moved in place towards the mean and the unbiased variance, by the
             share ``momentum``; without groups.
     """
-    wide = x.to(_arithmetic_dtype(x.dtype))
+    values = x.to(wide(x.dtype))
     if groups:
-        wide, dims = wide.reshape(x.shape[0] * groups, -1), [1]
+        values, dims = values.reshape(x.shape[0] * groups, -1), [1]
     else:
         dims = [0, *range(2, x.dim())]
-    variance, mean = torch.var_mean(wide, dims, correction=0)
+    variance, mean = torch.var_mean(values, dims, correction=0)
     if running_mean is not None and running_var is not None:
         count = x.numel() // x.shape[1]
         running_mean.lerp_(mean.to(running_mean.dtype), momentum)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lowmem_patch.constants import wide
+
 
 def cross_entropy_forward(
     logits: Tensor,
@@ -80,7 +82,7 @@ def cross_entropy_backward(
 
 
 def _scores(logits: Tensor, scale: float, cap: float) -> Tensor:
-    y = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    y = logits.to(wide(logits.dtype))
     if cap:
         return cap * torch.tanh(y * scale)
     return y if scale == 1 else y * scale

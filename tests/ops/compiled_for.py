@@ -66,15 +66,15 @@ def activations() -> Iterator[Any]:
     x = torch.ones(2, 1024, dtype=DTYPE)
     for number, kind in enumerate(ACTIVATION_KINDS):
         if kind in CODED:
-            yield kernels.activate(x, kind)
-            yield kernels.activate_backward(x, x, kind)
-            yield kernels.glu_forward(x, x, kind)
-            yield kernels.glu_backward(x, x, x, kind)
+            yield kernels.activation_forward(x, None, kind)
+            yield kernels.activation_backward(x, x, None, kind)
+            yield kernels.activation_forward(x, x, kind)
+            yield kernels.activation_backward(x, x, x, kind)
         if kind in CODED or EVERY_WIDTH:
-            yield kernels.glu_backward(x, x, x, kind, torch.ones_like(x))
+            yield kernels.activation_backward(x, x, x, kind, torch.ones_like(x))
         if kind in CODED or PLATFORM == "hip":
             # the value, and what the derivative makes of a gradient: less than a product's, which is above
-            yield kernels.activate_backward(x, x, kind, torch.ones_like(x))
+            yield kernels.activation_backward(x, x, None, kind, torch.ones_like(x))
         tables = STEP_TABLES.get(kind, ())
         for bits in tables if kind in CODED else [1 + number % 4] if tables and EVERY_WIDTH else ():
             _, codes = kernels.codes_forward(x, kind, bits)
@@ -144,8 +144,8 @@ def eight_bits() -> Iterator[Any]:
         yield kernels.from_eight_bits(*parts, DTYPE)
     integers, scales = kernels.to_eight_bits(torch.ones(4 * 256, dtype=DTYPE))
     stored, dy = EightBits(integers.view(4, 256), scales, DTYPE), torch.ones(4, 256, dtype=DTYPE)
-    yield kernels.activate_backward(dy, stored, "gelu", torch.ones_like(dy))
-    yield kernels.glu_backward(dy, stored, stored, "silu", torch.ones_like(dy))
+    yield kernels.activation_backward(dy, stored, None, "gelu", torch.ones_like(dy))
+    yield kernels.activation_backward(dy, stored, stored, "silu", torch.ones_like(dy))
 
 
 def rotary() -> Iterator[Any]:

@@ -156,10 +156,8 @@ def test_gradients_of_what_is_stored_are_those_of_its_values(
     def gradients(sources: list[Tensor | EightBits]) -> list[Tensor]:
         into = [torch.full_like(x, 7.0) for _ in sources[: 1 + gated]]
         places, hidden = [one[..., columns] for one in into], torch.empty_like(dy)
-        if gated:
-            operations.glu_backward(dy, *sources, "silu", hidden, tuple(places))
-        else:
-            operations.activate_backward(dy, sources[0], "gelu", hidden, places[0])
+        given = (*sources, "silu") if gated else (sources[0], None, "gelu")
+        operations.activation_backward(dy, *given, hidden, places)
         return [*into, hidden]
 
     found = gradients(list(stored))

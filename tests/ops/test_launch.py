@@ -21,7 +21,7 @@ def test_a_profiler_sees_launches_and_the_results_stay() -> None:
     x = torch.randn(64, 256, device="cuda")
     wanted = reference.activate(x, "gelu")
     for _ in range(3):  # compiled, then reused
-        kernels.activate(x, "gelu")
+        kernels.activation_forward(x, None, "gelu")
     seen: list[str] = []
 
     def enter(metadata: Any) -> None:
@@ -29,11 +29,11 @@ def test_a_profiler_sees_launches_and_the_results_stay() -> None:
 
     hooks.launch_enter_hook.add(enter)
     try:
-        watched = kernels.activate(x, "gelu")
+        watched = kernels.activation_forward(x, None, "gelu")
     finally:
         hooks.launch_enter_hook.remove(enter)
     assert len(seen) == 1 and "forward_kernel" in seen[0]
-    again = kernels.activate(x, "gelu")
+    again = kernels.activation_forward(x, None, "gelu")
     assert len(seen) == 1
     assert torch.equal(watched, again)
     torch.testing.assert_close(again, wanted)

@@ -1,9 +1,12 @@
-"""Parts of a permuted tensor, whose gradients are joined in one pass.
+"""Moves of rows: the parts of a permuted tensor, whose gradients are joined in one pass, and gather.
 
     q, k, v = qkv.reshape(B, N, 3, H, D).permute(2, 0, 3, 1, 4).unbind(0)
 
 Torch stacks dq, dk and dv in the order of the permutation, and then copies that to the order of qkv: two
 passes, both with their memory out of order. Here they are joined in the order of qkv. Saved: nothing.
+
+Of ``tensor.gather(dim, index)`` torch saves the tensor, of which its backward reads the shape. Here the index
+is saved alone.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_patch.functional._library import direct_call
+from lowmem_patch.functional import _library
 
 
 @lru_cache(maxsize=256)
@@ -57,7 +60,7 @@ class _UnbindPermuted(torch.autograd.Function):
         return torch.cat(rows, 1).view(ctx.whole), None, None, None
 
 
-_apply = direct_call(_UnbindPermuted)
+_apply = _library.direct_call(_UnbindPermuted)
 
 
 def unbind_permuted(whole: Tensor, view: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
@@ -86,3 +89,26 @@ def unbind_permuted(whole: Tensor, view: Tensor, dim: int = 0) -> tuple[Tensor, 
     dim = dim % view.dim()
     parts: tuple[Tensor, ...] = _apply(whole, view.shape, view.stride(), dim)
     return parts
+
+
+class _Gather(_library.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, index: Tensor) -> Tensor:
+        _library.see_undefined(ctx)
+        ctx.save_for_backward(index)
+        ctx.shape, ctx.dim = tensor.shape, dim
+        return tensor.gather(dim, index)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None) -> Any:
+        if dy is None:
+            return None, None, None
+        # of torch's own ops, so that it can be differentiated again
+        (index,) = ctx.saved_tensors
+        return dy.new_zeros(ctx.shape).scatter_add(ctx.dim, index, dy), None, None
+
+
+def gather(tensor: Tensor, dim: int, index: Tensor) -> Tensor:
+    """``tensor.gather(dim, index)``, which does not save the tensor. It can be differentiated any number of
+    times."""
+    return _Gather.apply(tensor, dim, index)
