@@ -30,7 +30,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "tracing",
         "tracing.base_model",
         "tracing.inputs",
-        "tracing.launches",
         "tracing.observers",
         "tracing.op_roles",
     ),
@@ -44,9 +43,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("nn",),
     (
         "tracing.fake_mode",
-        "tracing.gpu_dropout",
         "tracing.isolation",
-        "tracing.no_cache",
         "tracing.quantised",
         "tracing.sharded",
     ),

@@ -1,5 +1,5 @@
-"""The mode that makes fake tensors: torch's own, which knows values that follow from the example inputs alone,
-and makes grouped products in the dtypes that torch's kernels take.
+"""The mode that makes fake tensors: torch's own, which knows values that follow from the example inputs, and
+makes grouped products in the dtypes that torch's kernels take.
 
 Where a model places images among words, or splits them by their sizes, shapes depend on values of its inputs,
 which fake tensors lack. So what is computed from inputs and small buffers alone (masks, positions, numbers of

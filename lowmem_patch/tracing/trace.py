@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lowmem_patch.errors import TraceError
 from lowmem_patch.tracing.call_arguments import dropout_call
-from lowmem_patch.tracing.gpu_dropout import GpuDropouts
 from lowmem_patch.tracing.isolation import in_training_mode
 from lowmem_patch.tracing.observers import DispatchObserver, FunctionObserver, observed_calls
 from lowmem_patch.tracing.op_roles import NEVER_WRITES, Role, function_name, role_of
@@ -347,8 +346,6 @@ def trace_forward(shadow: Shadow, *, structure: bool = True) -> Trace:
         contexts.enter_context(in_training_mode(model))
         contexts.enter_context(torch.enable_grad())
         contexts.enter_context(shadow.running())
-        if shadow.elsewhere:
-            contexts.enter_context(GpuDropouts())
         saved = contexts.enter_context(saved_bytes(model))
         if structure:
             recorder = _Recorder(trace)
