@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -20,24 +19,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowmem_patch.tracing.base_model import checked_model
-from lowmem_patch.tracing.categories import (
-    CATEGORIES,
-    Saver,
-    category_of,
-    module_categories,
-    reads_weight,
-)
+from lowmem_patch.tracing.categories import CATEGORIES, Saver, category_of, module_categories
 from lowmem_patch.tracing.observers import (
     DispatchObserver,
     FunctionObserver,
     ended_checkpoints,
     module_stack,
 )
-from lowmem_patch.tracing.op_roles import Role, function_name, role_of
+from lowmem_patch.tracing.op_roles import MATMULS, WEIGHT_MATMULS, Role, function_name, role_of
 
-_backward_number: Any = (
-    torch._C._current_graph_task_id
-)  # of the backward that runs; -1 outside of one
+# the number of the backward that runs; -1 outside of one
+_backward_number: Any = torch._C._current_graph_task_id
+_MATMULS = WEIGHT_MATMULS | MATMULS
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -159,26 +152,18 @@ def _without_graph(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
-class _First(NamedTuple):
-    """A storage that autograd holds, and the tensor that showed it first. No tensor is held here: one without
-    a graph would be one more op."""
+class _Saved(NamedTuple):
+    """A storage that autograd holds, the tensor that showed it first, and how often it is held for each
+    saver. No tensor is held here: one without a graph would be one more op."""
 
     storage: torch.UntypedStorage
     shape: torch.Size
     dtype: torch.dtype
-
-    @property
-    def bytes(self) -> int:
-        return self.storage.nbytes()
-
-    @property
-    def elements(self) -> int:
-        return math.prod(self.shape)
+    savers: Counter[Saver]
 
 
 class _RunningFunction(FunctionObserver):
-    """Knows which torch function runs, and whether it reads a weight, or a copy of one that the forward
-    casts by itself."""
+    """Knows which torch function runs, and whether it is a matmul of a weight that trains."""
 
     def __init__(self, weights: set[int], copies: set[int]) -> None:
         super().__init__()
@@ -189,21 +174,20 @@ class _RunningFunction(FunctionObserver):
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = self.name, self.weighted
         self.name = function_name(func)
-        self.weighted = reads_weight(self.name, (*args, *kwargs.values()), self._is_weight)
+        matmul = role_of(self.name).has(_MATMULS)
+        self.weighted = matmul and any(map(self._is_weight, (*args, *kwargs.values())))
         try:
             return func(*args, **kwargs)
         finally:
             self.name, self.weighted = before
 
-    def _is_weight(self, tensor: Tensor) -> bool:
-        # a deferred tensor would make a storage, and hold it
-        if hasattr(tensor, "held_values"):
+    def _is_weight(self, item: object) -> bool:
+        """Whether it is a weight that trains, or a copy of one that the forward casts by itself."""
+        if not isinstance(item, Tensor) or not item.requires_grad or item.dim() < 2:
             return False
-        key = storage_key(tensor)
+        # a deferred tensor would make a storage, and hold it
+        key = None if hasattr(item, "held_values") else storage_key(item)
         return key in self.weights or key in self.copies
-
-    def saver(self, stack: Sequence[str]) -> Saver:
-        return Saver(stack[-1] if stack else "", self.name, self.weighted)
 
 
 @contextlib.contextmanager
@@ -236,26 +220,23 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
         with hooks, copies, running, ended_checkpoints():
             yield result
     counted.add_waiting()
-    _add_up(result, model, counted.first, counted.savers, copies.copies)
+    _add_up(result, model, counted.saved, copies.copies)
 
 
 class _Counted:
-    """The storages that autograd holds for forwards.
-
-    Attributes:
-        first: also keeps the storage alive, so that its key stays unique.
-        savers: how often autograd holds a storage for each.
-    """
+    """The storages that autograd holds for forwards, by their keys; ``saved`` keeps them alive, so that these
+    stay unique."""
 
     def __init__(self, weights: set[int], running: _RunningFunction, stack: list[str]) -> None:
-        self.first: dict[int, _First] = {}
-        self.savers: dict[int, Counter[Saver]] = {}
+        self.saved: dict[int, _Saved] = {}
         self._weights, self._running, self._stack = weights, running, stack
         self._watched: set[weakref.ref[_Held]] = set()
         self._waiting: list[tuple[Any, Saver]] = []  # deferred tensors
 
     def pack(self, tensor: Tensor) -> _Held:
-        saver, waits = self._running.saver(self._stack), hasattr(tensor, "held_values")
+        module = self._stack[-1] if self._stack else ""
+        saver = Saver(module, self._running.name, self._running.weighted)
+        waits = hasattr(tensor, "held_values")
         held = _Held(tensor if tensor.is_leaf or waits else _without_graph(tensor))
         if _backward_number() != -1:
             return held
@@ -286,16 +267,19 @@ class _Counted:
 
     def _add(self, tensor: Tensor, saver: Saver) -> None:
         key = storage_key(tensor)
-        if key not in self.first:
-            self.first[key] = _First(tensor.untyped_storage(), tensor.shape, tensor.dtype)
-        self.savers.setdefault(key, Counter())[saver] += 1
+        if key not in self.saved:
+            storage = tensor.untyped_storage()
+            self.saved[key] = _Saved(storage, tensor.shape, tensor.dtype, Counter())
+        self.saved[key].savers[saver] += 1
 
     def _drop(self, saver: Saver, key: int) -> None:
         """One of those who saved a storage let it go."""
-        self.savers[key][saver] -= 1
-        self.savers[key] = +self.savers[key]
-        if not self.savers[key]:
-            del self.first[key], self.savers[key]
+        savers = self.saved[key].savers
+        savers[saver] -= 1
+        if not savers[saver]:
+            del savers[saver]
+        if not savers:
+            del self.saved[key]
 
     def add_waiting(self) -> None:
         """Add the values of deferred tensors, at the end: they may let them go."""
@@ -307,15 +291,10 @@ class _Counted:
 
 
 def _add_up(
-    result: SavedBytes,
-    model: nn.Module,
-    first: dict[int, _First],
-    savers_of: Mapping[int, Counter[Saver]],
-    copies: set[int],
+    result: SavedBytes, model: nn.Module, saved: dict[int, _Saved], copies: set[int]
 ) -> None:
-    for key in copies & first.keys():
-        result.weight_copies += first.pop(key).bytes
-    saved = {key: (one, tuple(savers_of[key])) for key, one in first.items()}
+    for key in copies & saved.keys():
+        result.weight_copies += saved.pop(key).storage.nbytes()
     categories = module_categories(model)
     frozen = {
         name
@@ -324,24 +303,22 @@ def _add_up(
     }
     largest: dict[str, int] = {}
     scores = set()
-    for one, savers in saved.values():
-        for saver in savers:
-            largest[saver.module] = max(largest.get(saver.module, 0), one.elements)
+    for one in saved.values():
+        elements = one.shape.numel()
+        for saver in one.savers:
+            largest[saver.module] = max(largest.get(saver.module, 0), elements)
             if role_of(saver.function).has(Role.SOFTMAX):
-                scores.add((saver.module, one.elements))
-    for key, (one, savers) in saved.items():
-        size, modules = one.bytes, list(dict.fromkeys(saver.module for saver in savers))
-        category = category_of(
-            one.dtype, one.elements, savers, categories, largest[modules[0]], scores
-        )
-        result.storages.append(
-            SavedStorage(size, tuple(one.shape), one.dtype, category, savers, key)
-        )
+                scores.add((saver.module, elements))
+    for key, (storage, shape, dtype, counts) in saved.items():
+        size, savers = storage.nbytes(), tuple(counts)
+        module = savers[0].module
+        category = category_of(dtype, shape.numel(), savers, categories, largest[module], scores)
+        result.storages.append(SavedStorage(size, tuple(shape), dtype, category, savers, key))
         result.activations += size
         result.by_kind[category] += size
-        result.by_module[modules[0]] = result.by_module.get(modules[0], 0) + size
-        if all(_adds_none(saver, modules[0], frozen) for saver in savers):
-            result.own[modules[0]] = result.own.get(modules[0], 0) + size
+        result.by_module[module] = result.by_module.get(module, 0) + size
+        if all(_adds_none(saver, module, frozen) for saver in savers):
+            result.own[module] = result.own.get(module, 0) + size
 
 
 def _adds_none(saver: Saver, first: str, frozen: set[str]) -> bool:
