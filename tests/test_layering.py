@@ -51,7 +51,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tracing.diffusion_inputs", "tracing.probed_gradients", "tracing.trace"),
     ("tracing.example_inputs",),
     ("tracing.dataflow", "tracing.probes"),
-    ("tracing.chains", "tracing.consumers", "tracing.functions", "tracing.gated_norms"),
+    ("tracing.consumers", "tracing.functions", "tracing.gated_norms"),
     ("config",),
     ("strategies.protocol",),
     ("strategies.fold_weights", "strategies.norm_sites", "strategies.swap"),

@@ -115,8 +115,7 @@ def _passes_on(op: Op, tensor: Tensor) -> bool:
 
 
 def _moves_rows(op: Op) -> bool:
-    output = op.outputs if len(op.outputs) > 1 else op.outputs[0]
-    return moves_rows(op.func, op.args, op.kwargs, op.args[0], output)
+    return moves_rows(op.func, op.args, op.kwargs, op.args[0], op.outputs)
 
 
 def _reshapes(op: Op) -> bool:
