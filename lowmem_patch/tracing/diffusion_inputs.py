@@ -74,17 +74,15 @@ class _Maker:
         sides = [size, size] if isinstance(size, int) else list(size or [_SIDE, _SIDE])
         self.height = int(self.config.get("sample_height") or sides[0])
         self.width = int(self.config.get("sample_width") or sides[-1])
-        frames, ratio = (
-            self.config.get(k) for k in ("sample_frames", "temporal_compression_ratio")
-        )
+        frames = self.config.get("sample_frames")
+        ratio = self.config.get("temporal_compression_ratio")
         self.frames = (frames - 1) // ratio + 1 if frames and ratio else _FRAMES
 
     def options(self, name: str, required: bool) -> list[Any]:
         """What an argument may be; nothing where it is left out, as a mask is where it may."""
-        if name.endswith("_mask") and not required:
+        if name not in _ARGUMENTS or (name.endswith("_mask") and not required):
             return []
-        maker = _ARGUMENTS.get(name)
-        return [] if maker is None else list(maker(self))
+        return _ARGUMENTS[name](self)
 
     def latents(self, accepted: Any) -> list[Tensor]:
         """An image or a video; tokens where their positions are told beside them."""
@@ -93,12 +91,11 @@ class _Maker:
             self.height = self.width = _SIDE
             return [self.noise(self.batch, _SIDE * _SIDE, channels)]
         plane = (self.height, self.width)
-        image = self.noise(self.batch, channels, *plane)
-        videos = [
+        return [
+            self.noise(self.batch, channels, *plane),
             self.noise(self.batch, channels, self.frames, *plane),
             self.noise(self.batch, self.frames, channels, *plane),
         ]
-        return [image, *videos]
 
     def noise(self, *shape: int) -> Tensor:
         return torch.randn(*shape, device=self.device, dtype=self.dtype)

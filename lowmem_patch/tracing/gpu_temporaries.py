@@ -15,7 +15,6 @@ _ROWS = 10  # of one token that are added up at a time
 _THREADS, _WARP, _VECTOR = 512, 32, 4
 _LEAST_VALUES, _MOST_VALUES = 16, 256  # rows that a thread adds
 _H200 = (132, 2048)  # multiprocessors, threads of one
-_SUMS = (torch.ops.aten.sum.dim_IntList, torch.ops.aten.mean.dim)
 
 
 class Temporary(NamedTuple):
@@ -25,34 +24,26 @@ class Temporary(NamedTuple):
     beside_outputs: bool = True
 
 
-# of operators that say it themselves, from their arguments
-OF_OPERATORS: dict[Any, Callable[..., Temporary]] = {}
-
-
 def temporary_of(func: Any, args: tuple[Any, ...]) -> Temporary:
     """The temporary of one op on a GPU, as far as it is large and known."""
-    if func is torch.ops.aten.embedding_dense_backward.default:
-        return Temporary(_table_gradient_bytes(*args))
-    if func in _SUMS and len(args) > 1:
-        return Temporary(sum_bytes(args[0], args[1]))
     known = OF_OPERATORS.get(func)
     return Temporary(0) if known is None else known(*args)
 
 
-def _table_gradient_bytes(
+def _table_gradient(
     gradient: Tensor, tokens: Tensor, rows: int, _padding: int, by_frequency: bool
-) -> int:
+) -> Temporary:
     """The gradient of a table is made of sorted tokens: parts of its rows are added in float32 first
     (torch's ``EmbeddingBackwardKernel.cu``)."""
     count, width = tokens.numel(), gradient.shape[-1]
     if count <= _UNSORTED and not by_frequency:
-        return 0
+        return Temporary(0)
     different = min(count, rows)
     parts = count // _ROWS + different
     # sorted tokens, their places, where each begins; how many parts it has, its first; where a part begins
     numbers = (4 if by_frequency else 3) * count + 2 * different + parts
     sums = parts * width * max(4, gradient.element_size())
-    return int(sums + numbers * tokens.element_size())
+    return Temporary(int(sums + numbers * tokens.element_size()))
 
 
 def sum_bytes(tensor: Tensor, dims: Any) -> int:
@@ -63,10 +54,12 @@ def sum_bytes(tensor: Tensor, dims: Any) -> int:
         return 0
     if tensor.numel() == 0:
         return 0
-    rows = math.prod(tensor.shape[:count])
-    return column_sum_bytes(
-        rows, tensor.numel() // rows, max(4, tensor.element_size()), tensor.device
-    )
+    rows, size = math.prod(tensor.shape[:count]), max(4, tensor.element_size())
+    return column_sum_bytes(rows, tensor.numel() // rows, size, tensor.device)
+
+
+def _sum(tensor: Tensor, dims: Any = None, *_: Any) -> Temporary:
+    return Temporary(sum_bytes(tensor, dims))
 
 
 def column_sum_bytes(rows: int, columns: int, size: int, device: torch.device) -> int:
@@ -102,3 +95,11 @@ def _processors(device: torch.device) -> tuple[int, int]:
         return _H200
     known = torch.cuda.get_device_properties(device if device.type == "cuda" else None)
     return known.multi_processor_count, known.max_threads_per_multi_processor
+
+
+# by the operator, from its arguments; operators of ours add theirs
+OF_OPERATORS: dict[Any, Callable[..., Temporary]] = {
+    torch.ops.aten.embedding_dense_backward.default: _table_gradient,
+    torch.ops.aten.sum.dim_IntList: _sum,
+    torch.ops.aten.mean.dim: _sum,
+}

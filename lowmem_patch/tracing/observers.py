@@ -94,7 +94,7 @@ class DispatchObserver(_untyped):  # type: ignore[misc]  # a base without types
 def observed_calls(
     model: nn.Module,
     enter: Callable[[str, tuple[Any, ...], dict[str, Any]], None],
-    leave: Callable[[str, nn.Module, Any], None],
+    leave: Callable[[str, nn.Module, Any], object],
     *,
     only_looks: bool = True,
 ) -> Iterator[None]:
@@ -129,11 +129,7 @@ def observed_calls(
 def module_stack(model: nn.Module) -> Iterator[list[str]]:
     """Names of the modules that are running, innermost last, while a forward of ``model`` runs."""
     stack: list[str] = []
-
-    def leave(name: str, module: nn.Module, output: Any) -> None:
-        stack.pop()
-
-    with observed_calls(model, lambda name, args, kwargs: stack.append(name), leave):
+    with observed_calls(model, lambda name, *_: stack.append(name), lambda *_: stack.pop()):
         yield stack
 
 
