@@ -35,7 +35,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("tracing.call_arguments", "tracing.categories"),
     ("tracing.row_moves", "tracing.saved_bytes"),
-    ("tracing.gpu_temporaries",),
     ("tracing.live_storages",),
     ("formulas",),
     ("kernels", "reference"),

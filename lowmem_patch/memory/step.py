@@ -1,7 +1,7 @@
 """One training step on fake tensors, with every storage counted from its allocation to its release.
 
 The sum is the eager allocation of a real step, without data. Of what kernels take for themselves, that of a
-table's gradient is counted (`lowmem_patch.tracing.gpu_temporaries`). The CUDA context (about 0.5 GiB) is not,
+table's gradient is counted (`lowmem_patch.tracing.live_storages`). The CUDA context (about 0.5 GiB) is not,
 nor what the allocator rounds up, nor its fragmentation.
 """
 

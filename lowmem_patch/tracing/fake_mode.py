@@ -73,13 +73,11 @@ class KnownValues:
         """``fake`` has the values that ``tensor`` has now, which lies in memory as it does."""
         if not _is_small(tensor) or tensor.is_meta or is_fake(tensor):
             return
-        tensor = tensor.detach()
-        if any(step == 0 for step in tensor.stride()):  # expanded: nobody writes into it
-            self._add(fake, tensor)
-            return
-        size, strides = tensor.shape, tensor.stride()
-        value = torch.empty_strided(size, strides, dtype=tensor.dtype, device=fake.device)
-        self._add(fake, value.copy_(tensor))
+        value, strides = tensor.detach(), tensor.stride()
+        if all(strides):  # else it is expanded, and nobody writes into it
+            there = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=fake.device)
+            value = there.copy_(value)
+        self._add(fake, value)
 
     def _add(self, fake: Tensor, value: Tensor) -> None:
         if _is_small(value) and not value.is_meta:

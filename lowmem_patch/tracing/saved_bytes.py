@@ -28,8 +28,6 @@ from lowmem_patch.tracing.observers import (
 )
 from lowmem_patch.tracing.op_roles import MATMULS, WEIGHT_MATMULS, Role, function_name, role_of
 
-# the number of the backward that runs; -1 outside of one
-_backward_number: Any = torch._C._current_graph_task_id
 _MATMULS = WEIGHT_MATMULS | MATMULS
 
 
@@ -238,7 +236,7 @@ class _Counted:
         saver = Saver(module, self._running.name, self._running.weighted)
         waits = hasattr(tensor, "held_values")
         held = _Held(tensor if tensor.is_leaf or waits else _without_graph(tensor))
-        if _backward_number() != -1:
+        if torch._C._current_graph_task_id() >= 0:  # in a backward
             return held
         if waits:
             self._waiting.append((tensor, saver))
