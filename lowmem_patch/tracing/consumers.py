@@ -27,10 +27,8 @@ Use = Literal["linear", "product", "square", "autocast", "output", "write", "opa
 
 @dataclasses.dataclass(frozen=True)
 class LinearRef:
-    """A Linear that reads a norm, by the names of its parameters in the model.
-
-    ``transposed`` says that the weight is stored ``[in, out]`` (GPT-2's Conv1D) and not ``[out, in]``.
-    """
+    """A Linear that reads a norm, by the names of its parameters in the model; ``transposed``: its weight is
+    stored ``[in, out]`` (GPT-2's Conv1D) and not ``[out, in]``."""
 
     module: str
     weight: str

@@ -38,11 +38,8 @@ def is_diffusers(model: Any) -> bool:
 def diffusion_inputs(
     model: Any, batch_size: int, tokens: int | None, device: torch.device | str, dtype: torch.dtype
 ) -> Iterator[ExampleInputs]:
-    """Candidates for one forward; none where an argument is required that is not known here.
-
-    Args:
-        tokens: of the prompt (default 77).
-    """
+    """Candidates for one forward, with so many tokens of the prompt (default 77); none where an argument is
+    required that is not known here."""
     maker = _Maker(model.config, batch_size, device, dtype)
     parameters = inspect.signature(model.forward).parameters
     latents, plane = maker.latents(parameters)

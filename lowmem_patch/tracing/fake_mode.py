@@ -31,6 +31,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lowmem_patch.tracing.saved_bytes import storage_key
+
 # torch's kernels take these beside bfloat16, of which alone it knows the shape of a product
 _GROUPED = frozenset((torch.float16, torch.float32))
 _NOTHING: Mapping[str, object] = {}
@@ -82,7 +84,7 @@ class KnownValues:
     def _add(self, fake: Tensor, value: Tensor) -> None:
         if _is_small(value) and not value.is_meta:
             self._values[fake] = value
-            self._memories.add(_memory_of(fake))
+            self._memories.add(storage_key(fake))
 
     def dispatch(
         self,
@@ -142,7 +144,7 @@ class KnownValues:
             return False
         known = all(map(self._is_known, _tensors((*args[1:], *kwargs.values()))))
         if known and writes:
-            del self._blank[_memory_of(self._values[args[0]])]
+            del self._blank[storage_key(self._values[args[0]])]
         return known
 
     def _is_known(self, tensor: Tensor) -> bool:
@@ -151,7 +153,7 @@ class KnownValues:
 
     def _is_blank(self, tensor: Any) -> bool:
         value = self._values.get(tensor) if isinstance(tensor, Tensor) else None
-        return value is not None and _memory_of(value) in self._blank
+        return value is not None and storage_key(value) in self._blank
 
     def _blank_of(self, fake: Any) -> object:
         """An empty tensor of a few integers (sizes of a detector's levels) is known once it is written."""
@@ -159,7 +161,7 @@ class KnownValues:
             with _disable_current_modes():
                 value = torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)
             self._add(fake, value)
-            self._blank[_memory_of(value)] = value
+            self._blank[storage_key(value)] = value
         return fake
 
     def _follow(
@@ -223,10 +225,10 @@ class KnownValues:
 
     def forget(self, written: Tensor) -> None:
         """Something unknown was written into a tensor's memory."""
-        memory = _memory_of(written) if written.layout is torch.strided else None
+        memory = storage_key(written)
         if memory in self._memories:
             self._memories.discard(memory)
-            for fake in [fake for fake in self._values if _memory_of(fake) == memory]:
+            for fake in [fake for fake in self._values if storage_key(fake) == memory]:
                 del self._values[fake]
 
 
@@ -241,11 +243,6 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 def _is_small(tensor: Tensor) -> bool:
     """Whether a tensor's values may be followed; those of a sparse one are not."""
     return tensor.layout is torch.strided and tensor.nbytes < _LARGEST
-
-
-def _memory_of(tensor: Tensor) -> int:
-    memory: int = tensor.untyped_storage()._cdata
-    return memory
 
 
 def _certain_value(func: Any, args: Sequence[Any]) -> bool | float | None:

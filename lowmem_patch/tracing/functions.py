@@ -65,11 +65,8 @@ class FunctionSite(NamedTuple):
 
 
 def find_functions(trace: Trace, is_site: Callable[[str], bool]) -> dict[str, FunctionSite]:
-    """The activations, and norms without weights, that are called as functions and have a gradient, by name.
-
-    Args:
-        is_site: whether a module, by its name, is an activation or a norm as a whole, whatever it calls.
-    """
+    """The activations, and norms without weights, that are called as functions and have a gradient, by name;
+    ``is_site``: whether a module is an activation or a norm as a whole, whatever it calls."""
     is_covered = cache(is_site)
     found: dict[tuple[str, CalledFunction], list[Call]] = {}
     kinds: dict[CalledFunction, ActivationKind | NormSpec | None] = {}
@@ -198,11 +195,8 @@ def _innermost(chain: Chain) -> str:
 
 
 def _call(op: Op, own: Set[int], norms: Set[int]) -> ElementwiseCall | None:
-    """How an op is called that may be one of a chain; None for any other.
-
-    Args:
-        own: ids of what it reads of chains.
-    """
+    """How an op is called that may be one of a chain, None for any other; ``own``: ids of what it reads of
+    chains."""
     # a mask's has no gradient
     asks = bool(own) or any(tensor.requires_grad for tensor in op.reads)
     if not asks or not _is_elementwise(op):

@@ -59,13 +59,8 @@ class GatedNormSpec(NamedTuple):
 def match_gated_norm(
     module: nn.Module, calls: list[Call], known: dict[object, GatedNormSpec | None]
 ) -> GatedNormSpec | None:
-    """The `GatedNormSpec` of a module without children, or None.
-
-    Args:
-        module: of the traced model.
-        calls: its traced calls.
-        known: answers between equal modules of one model, which are probed once.
-    """
+    """The `GatedNormSpec` of a module without children with these traced calls, or None; ``known`` as of
+    `match_norm`."""
     if not all(map(_takes_two, calls)):
         return None
     x, _ = calls[0].inputs

@@ -140,12 +140,8 @@ def uncompiled() -> Iterator[None]:
 
 
 def _skip(mode: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """What a launch does under a fake mode.
-
-    Raises:
-        RuntimeError: among the arguments is a tensor with data, into which the kernel would write, or
-            something that may hold one.
-    """
+    """What a launch does under a fake mode: nothing, but for a RuntimeError where an argument is a tensor
+    with data, into which the kernel would write, or something that may hold one."""
     tensors = list(_tensors((args, kwargs)))
     token = is_skipped.set(True)
     try:

@@ -99,11 +99,7 @@ def observed_calls(
     only_looks: bool = True,
 ) -> Iterator[None]:
     """Call ``enter(name, args, kwargs)`` and ``leave(name, module, output)`` around each call of a module,
-    also one that fails.
-
-    Args:
-        only_looks: patched modules need not run as the originals do because of these hooks.
-    """
+    also one that fails; where it ``only_looks``, patched modules need not run as the originals do."""
     handles = []
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -123,14 +119,6 @@ def observed_calls(
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextlib.contextmanager
-def module_stack(model: nn.Module) -> Iterator[list[str]]:
-    """Names of the modules that are running, innermost last, while a forward of ``model`` runs."""
-    stack: list[str] = []
-    with observed_calls(model, lambda name, *_: stack.append(name), lambda *_: stack.pop()):
-        yield stack
 
 
 @contextlib.contextmanager

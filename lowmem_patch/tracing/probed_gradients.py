@@ -50,11 +50,7 @@ def with_gradients(
     start: Tensor,
 ) -> list[Tensor] | None:
     """The value of a function, or of a module in training mode, and the gradients of what it is given and of
-    its parameters; None where one is missing.
-
-    Args:
-        start: the gradient of the value.
-    """
+    its parameters, where ``start`` is the value's; None where one is missing."""
     leaves = [tensor.detach().requires_grad_() for tensor in given]
     if isinstance(function, nn.Module):
         function.train()
@@ -108,12 +104,8 @@ def rows_and_starts(rows: Tensor) -> Iterator[tuple[float, Tensor, float, Tensor
 def has_gradients_of_norm(
     module: nn.Module, rows: Tensor, names: tuple[str, str], settings: NormSettings
 ) -> bool:
-    """Whether a module has the values and the gradients of this norm, for rows of any size.
-
-    Args:
-        rows: ``[..., N]``, float32.
-        names: of gamma and beta.
-    """
+    """Whether a module with these names of gamma and beta has the values and the gradients of this norm, for
+    rows ``[..., N]``, float32, of any size."""
     vectors = [getattr(module, name, None) for name in names]
     present = [vector is not None for vector in vectors]
     own = [vector for vector in vectors if vector is not None]

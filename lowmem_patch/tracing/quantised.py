@@ -85,7 +85,7 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
 
 
 class Fakes:
-    """Fakes of what a model holds, for a copy of it.
+    """Fakes of what a model holds, for a copy of it; TypeError where a tensor has none.
 
     Attributes:
         memo: the fakes by the ids of the tensors, as ``copy.deepcopy`` takes them.
@@ -96,9 +96,6 @@ class Fakes:
     def __init__(
         self, model: nn.Module, mode: FakeTensorMode, instead_of_meta: torch.device
     ) -> None:
-        """Raises:
-        TypeError: a tensor has no fake.
-        """
         self.mode, self.instead_of_meta = mode, instead_of_meta
         self.memo: dict[int, Any] = {}
         self.by_storage: dict[int, Tensor] = {}

@@ -24,7 +24,7 @@ from lowmem_patch.tracing.observers import (
     DispatchObserver,
     FunctionObserver,
     ended_checkpoints,
-    module_stack,
+    observed_calls,
 )
 from lowmem_patch.tracing.op_roles import MATMULS, WEIGHT_MATMULS, Role, function_name, role_of
 
@@ -212,7 +212,8 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
     result, running = SavedBytes(), _RunningFunction(weights, copies.copies)
     # a cast of a weight that autocast remembers from before would not be seen to be one
     torch.clear_autocast_cache()
-    with module_stack(model) as stack:
+    stack: list[str] = []  # names of the modules that are running, innermost last
+    with observed_calls(model, lambda name, *_: stack.append(name), lambda *_: stack.pop()):
         counted = _Counted(weights, running, stack)
         hooks = torch.autograd.graph.saved_tensors_hooks(counted.pack, counted.unpack)
         with hooks, copies, running, ended_checkpoints():

@@ -319,10 +319,7 @@ def _may_be_activation(node: Any, tensor: Tensor) -> bool:
 
 
 def trace_forward(shadow: Shadow, *, structure: bool = True) -> Trace:
-    """Run the forward with gradients on, and record the dataflow and what autograd saves.
-
-    Args:
-        structure: False records the saved bytes only.
+    """Run the forward with gradients on, and record the dataflow (``structure``) and what autograd saves.
 
     Raises:
         TraceError: the forward fails; the cause is chained.
