@@ -7,7 +7,6 @@ run on fake tensors and the first that runs is taken: no architecture is known b
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
@@ -184,20 +183,16 @@ def _run_real(model: Any, inputs: ExampleInputs) -> None:
         model.eval()(*inputs.args, **inputs.kwargs)
 
 
-@dataclasses.dataclass
 class _Maker:
     """Makes tensors by the names of a forward's arguments."""
 
-    model: Any
-    batch: int
-    length: int
-    device: Any
-    dtype: torch.dtype
-
-    def __post_init__(self) -> None:
-        self.config = self.model.config
+    def __init__(
+        self, model: Any, batch: int, length: int, device: Any, dtype: torch.dtype
+    ) -> None:
+        self.batch, self.length, self.device, self.dtype = batch, length, device, dtype
+        self.config = model.config
         self.configs = list(_with_parts(self.config))
-        parameters = inspect.signature(self.model.forward).parameters
+        parameters = inspect.signature(model.forward).parameters
         self.accepted = list(parameters)
         variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         self.required = [
@@ -205,7 +200,7 @@ class _Maker:
             for name, p in parameters.items()
             if p.default is inspect.Parameter.empty and p.kind not in variadic
         ]
-        main = self.model.main_input_name
+        main = model.main_input_name
         self.main = list(main) if isinstance(main, (list, tuple)) else [main]
 
     def candidates(self) -> Iterator[ExampleInputs]:

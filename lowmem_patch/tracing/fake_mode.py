@@ -131,21 +131,18 @@ class KnownValues:
 
     def _are_known(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether the op computes known values, or views of those into which nobody has written yet."""
+        blank = bool(self._blank and args and self._is_blank(args[0]))
+        given = (*(args[1:] if blank else args), *kwargs.values())
+        if not all(map(self._is_known, _tensors(given))):
+            return False
         # other values each time: random ones, or memory as it is
-        if (
-            torch.Tag.nondeterministic_seeded in func.tags
-            or "empty" in func.overloadpacket.__name__
-        ):
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        if random or "empty" in func.overloadpacket.__name__:
             return False
-        if all(map(self._is_known, _tensors((*args, *kwargs.values())))):
-            return True
         writes = func._schema.is_mutable
-        if not ((func.is_view or writes) and args and self._is_blank(args[0])):
-            return False
-        known = all(map(self._is_known, _tensors((*args[1:], *kwargs.values()))))
-        if known and writes:
+        if blank and writes:
             del self._blank[storage_key(self._values[args[0]])]
-        return known
+        return not blank or writes or func.is_view
 
     def _is_known(self, tensor: Tensor) -> bool:
         constant = type(tensor) is Tensor and _is_small(tensor)

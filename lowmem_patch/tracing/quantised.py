@@ -116,8 +116,7 @@ class Fakes:
                     self._add(tensor, self._fake_of(tensor))
         packed = list(filter(_is_packed, held))
         for tensor in packed:
-            attributes = copy.deepcopy(vars(tensor), self.memo)
-            self.memo[id(tensor)].__dict__.update(attributes)
+            vars(self.memo[id(tensor)]).update(copy.deepcopy(vars(tensor), self.memo))
         self.packed = tuple(self.memo[id(tensor)] for tensor in packed)
         self.beside = tuple(self.memo[id(tensor)] for tensor in beside)
 
