@@ -230,9 +230,8 @@ def feed_autocast(consumers: list[Consumer], around: set[bool]) -> bool:
 def saves_a_cast(op: Op) -> bool:
     """Whether it is a convolution of a weight that trains, and autocast casts its input for it: the cast is
     saved, or the input itself, where that waits."""
-    if not op.role.has(Role.CONVOLUTION) or isinstance(
-        argument(op.args, op.kwargs, 4, "padding", 0), str
-    ):
+    padding = argument(op.args, op.kwargs, 4, "padding", 0)
+    if not op.role.has(Role.CONVOLUTION) or isinstance(padding, str):
         return False
     x, weight = first_input(op), argument(op.args, op.kwargs, 1, "weight", None)
     trains = isinstance(weight, Tensor) and weight.requires_grad

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -121,16 +121,14 @@ class _WeightCopies(DispatchObserver):
     def __init__(self, weights: set[int]) -> None:
         super().__init__()
         self.weights = weights
-        self.copies: set[int] = set()
-        self.keep_alive: list[Tensor] = []
+        self.copies: dict[int, Tensor] = {}
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = func(*args, **kwargs)
         if func in self._COPIES and isinstance(args[0], Tensor):
             source = storage_key(args[0])
             if source in self.weights or source in self.copies:
-                self.copies.add(storage_key(output))
-                self.keep_alive.append(output)
+                self.copies[storage_key(output)] = output
         return output
 
 
@@ -160,34 +158,6 @@ class _Saved(NamedTuple):
     savers: Counter[Saver]
 
 
-class _RunningFunction(FunctionObserver):
-    """Knows which torch function runs, and whether it is a matmul of a weight that trains."""
-
-    def __init__(self, weights: set[int], copies: set[int]) -> None:
-        super().__init__()
-        self.weights, self.copies = weights, copies
-        self.name = ""
-        self.weighted = False
-
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        before = self.name, self.weighted
-        self.name = function_name(func)
-        matmul = role_of(self.name).has(_MATMULS)
-        self.weighted = matmul and any(map(self._is_weight, (*args, *kwargs.values())))
-        try:
-            return func(*args, **kwargs)
-        finally:
-            self.name, self.weighted = before
-
-    def _is_weight(self, item: object) -> bool:
-        """Whether it is a weight that trains, or a copy of one that the forward casts by itself."""
-        if not isinstance(item, Tensor) or not item.requires_grad or item.dim() < 2:
-            return False
-        # a deferred tensor would make a storage, and hold it
-        key = None if hasattr(item, "held_values") else storage_key(item)
-        return key in self.weights or key in self.copies
-
-
 @contextlib.contextmanager
 def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
     """Count what autograd saves of the forwards in the context; read the result after it closed.
@@ -209,32 +179,51 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
     held = (*model.parameters(), *model.buffers())
     weights = {storage_key(part) for tensor in held for part in parts_of(tensor)}
     copies = _WeightCopies(weights)
-    result, running = SavedBytes(), _RunningFunction(weights, copies.copies)
+    result, counted = SavedBytes(), _Counted(weights, copies.copies)
+    stack = counted.stack
     # a cast of a weight that autocast remembers from before would not be seen to be one
     torch.clear_autocast_cache()
-    stack: list[str] = []  # names of the modules that are running, innermost last
     with observed_calls(model, lambda name, *_: stack.append(name), lambda *_: stack.pop()):
-        counted = _Counted(weights, running, stack)
         hooks = torch.autograd.graph.saved_tensors_hooks(counted.pack, counted.unpack)
-        with hooks, copies, running, ended_checkpoints():
+        with hooks, copies, counted, ended_checkpoints():
             yield result
     counted.add_waiting()
     _add_up(result, model, counted.saved, copies.copies)
 
 
-class _Counted:
+class _Counted(FunctionObserver):
     """The storages that autograd holds for forwards, by their keys; ``saved`` keeps them alive, so that these
-    stay unique."""
+    stay unique. Who saves one: the innermost module of the ``stack``, and the torch function that runs."""
 
-    def __init__(self, weights: set[int], running: _RunningFunction, stack: list[str]) -> None:
+    def __init__(self, weights: set[int], copies: Mapping[int, Tensor]) -> None:
+        super().__init__()
         self.saved: dict[int, _Saved] = {}
-        self._weights, self._running, self._stack = weights, running, stack
+        self.stack: list[str] = []  # names of the modules that are running
+        self.function, self.weighted = "", False  # whether it is a matmul of a weight that trains
+        self._weights, self._copies = weights, copies
         self._watched: set[weakref.ref[_Held]] = set()
         self._waiting: list[tuple[Any, Saver]] = []  # deferred tensors
 
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before = self.function, self.weighted
+        self.function = function_name(func)
+        matmul = role_of(self.function).has(_MATMULS)
+        self.weighted = matmul and any(map(self._is_weight, (*args, *kwargs.values())))
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.function, self.weighted = before
+
+    def _is_weight(self, item: object) -> bool:
+        """Whether it is a weight that trains, or a copy of one that the forward casts by itself."""
+        if not isinstance(item, Tensor) or not item.requires_grad or item.dim() < 2:
+            return False
+        # a deferred tensor would make a storage, and hold it
+        key = None if hasattr(item, "held_values") else storage_key(item)
+        return key in self._weights or key in self._copies
+
     def pack(self, tensor: Tensor) -> _Held:
-        module = self._stack[-1] if self._stack else ""
-        saver = Saver(module, self._running.name, self._running.weighted)
+        saver = Saver(self.stack[-1] if self.stack else "", self.function, self.weighted)
         waits = hasattr(tensor, "held_values")
         held = _Held(tensor if tensor.is_leaf or waits else _without_graph(tensor))
         if torch._C._current_graph_task_id() >= 0:  # in a backward
@@ -251,7 +240,7 @@ class _Counted:
         return held.tensor
 
     def _count(self, tensor: Tensor, held: _Held, saver: Saver) -> None:
-        key, stack = storage_key(tensor), self._stack
+        key, stack = storage_key(tensor), self.stack
         depth = max(len(stack) - 1, 1)  # of the call of the module that calls this one
         caller = stack[depth - 1 : depth]
 
@@ -290,9 +279,9 @@ class _Counted:
 
 
 def _add_up(
-    result: SavedBytes, model: nn.Module, saved: dict[int, _Saved], copies: set[int]
+    result: SavedBytes, model: nn.Module, saved: dict[int, _Saved], copies: Mapping[int, Tensor]
 ) -> None:
-    for key in copies & saved.keys():
+    for key in copies.keys() & saved.keys():
         result.weight_copies += saved.pop(key).storage.nbytes()
     categories = module_categories(model)
     frozen = {
