@@ -141,11 +141,6 @@ def _told(value: object) -> object:
 
 def settings_of(module: nn.Module) -> tuple[object, ...]:
     """Equal for modules that compute the same but for their parameters' values; else unequal."""
-    own = {
-        name: value
-        for name, value in vars(module).items()
-        if name not in _OF_EVERY_MODULE and name != "forward"  # accelerate's, around the class's
-    }
     hidden = any("__slots__" in vars(base) for base in type(module).__mro__)
     if module._buffers or module._modules or hidden:
         return (object(),)
@@ -153,7 +148,11 @@ def settings_of(module: nn.Module) -> tuple[object, ...]:
         (name, None if one is None else (one.shape, one.dtype))
         for name, one in module._parameters.items()
     )
-    values = tuple((name, _told(value)) for name, value in sorted(own.items()))
+    values = tuple(
+        (name, _told(value))
+        for name, value in sorted(vars(module).items())
+        if name not in _OF_EVERY_MODULE and name != "forward"  # accelerate's, around the class's
+    )
     return type(module), values, parameters
 
 
