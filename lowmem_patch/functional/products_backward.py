@@ -15,7 +15,7 @@ from lowmem_patch.functional.eight_bit import matrix_values, read_matrix
 from lowmem_patch.functional.products import IDENTITY, scaled_product
 from lowmem_patch.functional.shared_input import GradientSum
 from lowmem_patch.reference import cast
-from lowmem_patch.tracing.gpu_temporaries import OF_OPERATORS, Temporary, sum_bytes
+from lowmem_patch.tracing.live_storages import OF_OPERATORS, Temporary, sum_bytes
 
 
 def _low_gradient(

@@ -1,7 +1,7 @@
 """One training step on fake tensors, with every storage counted from its allocation to its release.
 
 The sum is the eager allocation of a real step, without data. Of what kernels take for themselves, that of a
-table's gradient is counted (`lowmem_patch.tracing.gpu_temporaries`). The CUDA context (about 0.5 GiB) is not,
+table's gradient is counted (`lowmem_patch.tracing.live_storages`). The CUDA context (about 0.5 GiB) is not,
 nor what the allocator rounds up, nor its fragmentation.
 """
 
@@ -19,14 +19,12 @@ from torch import Tensor, nn
 from lowmem_patch.errors import TraceError
 from lowmem_patch.nn.deferred import Unstored
 from lowmem_patch.tracing.base_model import base_model, is_leaf, output_head
-from lowmem_patch.tracing.gpu_dropout import GpuDropouts
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.isolation import in_training_mode
 from lowmem_patch.tracing.live_storages import LiveStorages
-from lowmem_patch.tracing.no_cache import as_on_data
 from lowmem_patch.tracing.observers import ended_checkpoints, observed_calls
 from lowmem_patch.tracing.saved_bytes import storage_key
-from lowmem_patch.tracing.shadow import Shadow, node_of, output_tensors, tensors_in
+from lowmem_patch.tracing.shadow import Shadow, as_on_data, node_of, output_tensors, tensors_in
 
 FORWARD, LOSS, AFTER_LOSS = "forward", "loss", "after the loss"
 BACKWARD, AFTER_BACKWARD, OPTIMIZER = "backward", "after the backward", "optimizer step"
@@ -205,8 +203,6 @@ def watched_step(
         contexts.enter_context(torch.enable_grad())
         contexts.enter_context(shadow.running())
         earlier = contexts.enter_context(_gradients(model, accumulates))
-        if shadow.elsewhere:
-            contexts.enter_context(GpuDropouts())
         held = [*model.parameters(), *model.buffers(), *shadow.beside, *earlier]
         live = LiveBytes(held, shadow.packed, sites, settled, on_gpu=shadow.on_gpu)
         contexts.enter_context(observed_calls(model, live.enter, live.leave))

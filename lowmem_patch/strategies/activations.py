@@ -13,7 +13,6 @@ from lowmem_patch.functional import ActivationKind
 from lowmem_patch.strategies.norm_sites import makes_chains
 from lowmem_patch.strategies.protocol import Facts, PatchSite, Skip, forward_obstacle
 from lowmem_patch.tracing.call_arguments import CalledFunction, channel_norm_call
-from lowmem_patch.tracing.chains import Chain, find_chains
 from lowmem_patch.tracing.consumers import (
     Consumer,
     Use,
@@ -25,6 +24,7 @@ from lowmem_patch.tracing.consumers import (
     weight_trains,
 )
 from lowmem_patch.tracing.dataflow import first_input
+from lowmem_patch.tracing.functions import Chain, find_chains
 from lowmem_patch.tracing.op_roles import NEEDS_TENSOR, Role
 from lowmem_patch.tracing.probes import NormSpec, looks_like_activation, looks_like_norm
 from lowmem_patch.tracing.saved_bytes import storage_key

@@ -20,8 +20,8 @@ from lowmem_patch.strategies.norm_sites import makes_chains, norms_by_output
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target, forward_obstacle
 from lowmem_patch.strategies.scales import scaled_outputs
 from lowmem_patch.tracing.call_arguments import ElementwiseCall, elementwise_call
-from lowmem_patch.tracing.chains import Chain, find_chains, maker_in
 from lowmem_patch.tracing.consumers import Consumer, find_consumers, matmul_of
+from lowmem_patch.tracing.functions import Chain, find_chains, maker_in
 from lowmem_patch.tracing.op_roles import NEEDS_TENSOR, Role
 from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.trace import Op

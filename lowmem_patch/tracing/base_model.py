@@ -12,10 +12,7 @@ from lowmem_patch.errors import ConfigError
 
 
 def checked_model(model: object, call: str) -> None:
-    """
-    Raises:
-        ConfigError: ``model``, an argument of ``call``, is no module.
-    """
+    """Raises ConfigError where ``model``, an argument of ``call``, is no module."""
     if isinstance(model, nn.Module):
         return
     if isinstance(model, (str, PathLike)):

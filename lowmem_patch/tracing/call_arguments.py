@@ -111,9 +111,8 @@ class GatherCall(NamedTuple):
 
 def gather_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> GatherCall | None:
     """The call of torch.gather with these arguments; None where it has others, or a dimension has a name."""
-    names = ("input", "dim", "index")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    if given.keys() != set(names) or len(args) + len(kwargs) != len(names):
+    given = dict(zip(("input", "dim", "index"), args, strict=False)) | kwargs
+    if given.keys() != {"input", "dim", "index"} or len(args) + len(kwargs) != 3:
         return None
     found = GatherCall(given["input"], given["dim"], given["index"])
     tensors = isinstance(found.tensor, Tensor) and isinstance(found.places, Tensor)
@@ -241,6 +240,12 @@ def elementwise_call(
     return ElementwiseCall(name, tuple(map(kind, args)), tuple(named))
 
 
+def _size_of(shape: torch.Size, largest: torch.Size) -> str:
+    if shape == largest:
+        return "whole"
+    return "column" if shape and shape[-1] == 1 < largest[-1] else "part"
+
+
 def _joining_call(
     name: str, joined: ConcatenationCall | None, maker: Callable[[Tensor], str | None]
 ) -> ElementwiseCall | None:
@@ -277,12 +282,6 @@ def concatenation_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Concate
     dim %= first.dim()
     fits = {(part.dtype, part.device, part.shape[:dim], part.shape[dim + 1 :]) for part in parts}
     return ConcatenationCall(tuple(parts), dim) if len(fits) == 1 else None
-
-
-def _size_of(shape: torch.Size, largest: torch.Size) -> str:
-    if shape == largest:
-        return "whole"
-    return "column" if shape and shape[-1] == 1 < largest[-1] else "part"
 
 
 def largest_shape(tensors: Sequence[Tensor]) -> torch.Size | None:

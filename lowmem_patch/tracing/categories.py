@@ -6,11 +6,11 @@ Labels for people: nothing is planned from them. A norm and an activation are to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lowmem_patch.tracing.base_model import is_leaf
 from lowmem_patch.tracing.op_roles import MATMULS, WEIGHT_MATMULS, Role, role_of
@@ -24,7 +24,6 @@ CATEGORIES = (
     "head and loss",
     "rest",
 )
-_MATMULS = WEIGHT_MATMULS | MATMULS
 # a frozen weight saves no input: what its matmul saved was deferred
 _BY_ROLE = (
     (MATMULS | Role.SOFTMAX | Role.FUSED_ATTENTION | Role.FLEX_ATTENTION, "attention"),
@@ -49,18 +48,6 @@ class Saver(NamedTuple):
     weighted: bool = False
 
 
-def reads_weight(
-    function: str, arguments: Iterable[object], is_weight: Callable[[Tensor], bool]
-) -> bool:
-    """Whether a function is a matmul of a parameter that trains."""
-    if not role_of(function).has(_MATMULS):
-        return False
-    return any(
-        isinstance(item, Tensor) and item.requires_grad and item.dim() > 1 and is_weight(item)
-        for item in arguments
-    )
-
-
 def module_categories(model: nn.Module) -> dict[str, str]:
     """The category of what a module itself saves, by its path: of norms, of activations and the modules
     around them, and of adapter layers, which may run as one op that no torch function announces."""
@@ -83,10 +70,10 @@ def module_categories(model: nn.Module) -> dict[str, str]:
 def category_of(
     dtype: torch.dtype,
     elements: int,
-    savers: Iterable[Saver],
+    savers: Sequence[Saver],
     categories: dict[str, str],
     largest: int,
-    scores: Set[tuple[str, int]] = frozenset(),
+    scores: Set[tuple[str, int]],
 ) -> str:
     """The category of a saved tensor.
 
@@ -96,7 +83,6 @@ def category_of(
         largest: elements of the largest tensor that the first saver's module saved.
         scores: modules with the elements of what a softmax saved there.
     """
-    savers = tuple(savers)
     found = {_saver_category(saver, categories) for saver in savers}
     if found == {"rest"} and dtype.is_floating_point:
         # what is done with scores before their softmax is attention's

@@ -27,10 +27,8 @@ Use = Literal["linear", "product", "square", "autocast", "output", "write", "opa
 
 @dataclasses.dataclass(frozen=True)
 class LinearRef:
-    """A Linear that reads a norm, by the names of its parameters in the model.
-
-    ``transposed`` says that the weight is stored ``[in, out]`` (GPT-2's Conv1D) and not ``[out, in]``.
-    """
+    """A Linear that reads a norm, by the names of its parameters in the model; ``transposed``: its weight is
+    stored ``[in, out]`` (GPT-2's Conv1D) and not ``[out, in]``."""
 
     module: str
     weight: str
@@ -115,8 +113,7 @@ def _passes_on(op: Op, tensor: Tensor) -> bool:
 
 
 def _moves_rows(op: Op) -> bool:
-    output = op.outputs if len(op.outputs) > 1 else op.outputs[0]
-    return moves_rows(op.func, op.args, op.kwargs, op.args[0], output)
+    return moves_rows(op.func, op.args, op.kwargs, op.args[0], op.outputs)
 
 
 def _reshapes(op: Op) -> bool:
@@ -233,9 +230,8 @@ def feed_autocast(consumers: list[Consumer], around: set[bool]) -> bool:
 def saves_a_cast(op: Op) -> bool:
     """Whether it is a convolution of a weight that trains, and autocast casts its input for it: the cast is
     saved, or the input itself, where that waits."""
-    if not op.role.has(Role.CONVOLUTION) or isinstance(
-        argument(op.args, op.kwargs, 4, "padding", 0), str
-    ):
+    padding = argument(op.args, op.kwargs, 4, "padding", 0)
+    if not op.role.has(Role.CONVOLUTION) or isinstance(padding, str):
         return False
     x, weight = first_input(op), argument(op.args, op.kwargs, 1, "weight", None)
     trains = isinstance(weight, Tensor) and weight.requires_grad

@@ -35,11 +35,8 @@ class Path(NamedTuple):
 def forward(
     trace: Trace, tensors: Iterable[Tensor], passes_on: Callable[[Op, Tensor], bool]
 ) -> Iterator[Path]:
-    """The ways to every tensor that holds a value of ``tensors``, breadth first and each tensor once.
-
-    Args:
-        passes_on: whether the outputs of an op hold the value of this tensor, which it reads.
-    """
+    """The ways to every tensor that holds a value of ``tensors``, breadth first and each tensor once, by ops
+    whose outputs hold the value of a tensor that they read (``passes_on``)."""
     pending = deque(Path(tensor, tensor) for tensor in tensors)
     seen: set[int] = set()
     while pending:
@@ -56,11 +53,8 @@ def forward(
 def backward(
     makers: Mapping[int, Op], tensor: Tensor, source: Callable[[Op, Tensor], Tensor | None]
 ) -> Iterator[Tensor]:
-    """``tensor`` and what it was made from, as far as ``source(op, output)`` names an input.
-
-    Args:
-        makers: of a trace, from :func:`makers`.
-    """
+    """``tensor`` and what it was made from, as far as ``source(op, output)`` names an input; with a trace's
+    `makers`."""
     following: Tensor | None = tensor
     while following is not None:
         yield following

@@ -6,10 +6,9 @@ layout of the latents (an image, its tokens, a video) is a choice: each is a can
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
@@ -27,7 +26,8 @@ _PROMPT_WIDTHS = (
     "caption_channels", "text_embed_dim", "text_dim", "joint_attention_dim", "encoder_hid_dim",
     "cross_attention_dim",
 )  # fmt: skip
-_LATENTS = ("hidden_states", "sample")
+# beside which the positions of their tokens are told
+_POSITIONS = ("img_ids", "img_shapes", "num_frames")
 
 
 def is_diffusers(model: Any) -> bool:
@@ -38,79 +38,85 @@ def is_diffusers(model: Any) -> bool:
 def diffusion_inputs(
     model: Any, batch_size: int, tokens: int | None, device: torch.device | str, dtype: torch.dtype
 ) -> Iterator[ExampleInputs]:
-    """Candidates for one forward; none where an argument is required that is not known here.
-
-    Args:
-        tokens: of the prompt (default 77).
-    """
-    maker = _Maker(model.config, batch_size, tokens or _TOKENS, device, dtype)
+    """Candidates for one forward, with so many tokens of the prompt (default 77); none where an argument is
+    required that is not known here."""
+    maker = _Maker(model.config, batch_size, device, dtype)
     parameters = inspect.signature(model.forward).parameters
-    for latents in maker.latents(parameters):
-        values: dict[str, list[Any]] = {}
-        for name, parameter in parameters.items():
-            required = parameter.default is inspect.Parameter.empty
-            options = [latents] if name in _LATENTS else maker.options(name, required)
-            if options:
-                values[name] = options
-            elif required:
-                return  # and unknown
-        for chosen in itertools.product(*values.values()):
-            yield ExampleInputs((), dict(zip(values, chosen, strict=True)))
+    latents, plane = maker.latents(parameters)
+    options = maker.options(parameters, tokens or _TOKENS, *plane)
+    values: dict[str, list[Any]] = {}
+    for name, parameter in parameters.items():
+        required = parameter.default is inspect.Parameter.empty
+        if name in ("hidden_states", "sample"):
+            values[name] = latents
+        elif options.get(name) and (required or not name.endswith("_mask")):
+            values[name] = options[name]
+        elif required:
+            return  # and unknown
+    for chosen in itertools.product(*values.values()):
+        yield ExampleInputs((), dict(zip(values, chosen, strict=True)))
 
 
-@dataclasses.dataclass
 class _Maker:
-    """Knows the sizes of a model's arguments; by their names they are in `_ARGUMENTS`."""
+    """Makes tensors of the sizes that a config gives."""
 
-    config: dict[str, Any]
-    batch: int
-    tokens: int
-    device: torch.device | str
-    dtype: torch.dtype
-
-    def __post_init__(self) -> None:
-        self.tokens = self.config.get("max_text_seq_length") or self.tokens
-        size = self.config.get("sample_size")
-        sides = [size, size] if isinstance(size, int) else list(size or [_SIDE, _SIDE])
-        self.height = int(self.config.get("sample_height") or sides[0])
-        self.width = int(self.config.get("sample_width") or sides[-1])
-        frames, ratio = (
-            self.config.get(k) for k in ("sample_frames", "temporal_compression_ratio")
-        )
-        self.frames = (frames - 1) // ratio + 1 if frames and ratio else _FRAMES
-
-    def options(self, name: str, required: bool) -> list[Any]:
-        """What an argument may be; nothing where it is left out, as a mask is where it may."""
-        if name.endswith("_mask") and not required:
-            return []
-        maker = _ARGUMENTS.get(name)
-        return [] if maker is None else list(maker(self))
-
-    def latents(self, accepted: Any) -> list[Tensor]:
-        """An image or a video; tokens where their positions are told beside them."""
-        channels = self.config.get("in_channels") or 4
-        if any(name in accepted for name in ("img_ids", "img_shapes", "num_frames")):
-            self.height = self.width = _SIDE
-            return [self.noise(self.batch, _SIDE * _SIDE, channels)]
-        plane = (self.height, self.width)
-        image = self.noise(self.batch, channels, *plane)
-        videos = [
-            self.noise(self.batch, channels, self.frames, *plane),
-            self.noise(self.batch, self.frames, channels, *plane),
-        ]
-        return [image, *videos]
+    def __init__(
+        self, config: dict[str, Any], batch: int, device: torch.device | str, dtype: torch.dtype
+    ) -> None:
+        self.config, self.batch, self.device, self.dtype = config, batch, device, dtype
 
     def noise(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, device=self.device, dtype=self.dtype)
+        return torch.randn(self.batch, *shape, device=self.device, dtype=self.dtype)
+
+    def ones(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.ones(self.batch, *shape, device=self.device, dtype=dtype)
 
     def numbers(self, below: int) -> Tensor:
         return torch.randint(0, below, (self.batch,), device=self.device)
 
-    def encoder_hidden_states(self) -> list[Any]:
-        width = next((self.config[k] for k in _PROMPT_WIDTHS if self.config.get(k)), None)
-        if width is None:
-            return []
-        return [self.noise(self.batch, self.tokens, width if isinstance(width, int) else width[0])]
+    def latents(self, accepted: Container[str]) -> tuple[list[Tensor], tuple[int, int]]:
+        """An image or a video, tokens where their positions are told beside them; with height and width."""
+        get = self.config.get
+        channels = get("in_channels") or 4
+        if any(name in accepted for name in _POSITIONS):
+            return [self.noise(_SIDE * _SIDE, channels)], (_SIDE, _SIDE)
+        size = get("sample_size")
+        sides = [size, size] if isinstance(size, int) else list(size or [_SIDE, _SIDE])
+        plane = int(get("sample_height") or sides[0]), int(get("sample_width") or sides[-1])
+        frames, ratio = get("sample_frames"), get("temporal_compression_ratio")
+        frames = (frames - 1) // ratio + 1 if frames and ratio else _FRAMES
+        shapes = (channels, *plane), (channels, frames, *plane), (frames, channels, *plane)
+        return [self.noise(*shape) for shape in shapes], plane
+
+    def options(
+        self, accepted: Container[str], tokens: int, height: int, width: int
+    ) -> dict[str, list[Any]]:
+        """What each other argument may be; nothing where it is left out."""
+        get = self.config.get
+        tokens = get("max_text_seq_length") or tokens
+        found: dict[str, list[Any]] = {
+            "timestep": [self.numbers(_STEPS)],
+            "img_ids": self.positions(height * width),
+            "txt_ids": self.positions(tokens),
+            "img_shapes": [[[(1, height, width)]] * self.batch],
+            "num_frames": [1],
+            "height": [height],
+            "width": [width],
+        }
+        prompt = next((get(name) for name in _PROMPT_WIDTHS if get(name)), None)
+        if prompt is not None:
+            wide = prompt if isinstance(prompt, int) else prompt[0]
+            found["encoder_hidden_states"] = [self.noise(tokens, wide)]
+            found["encoder_attention_mask"] = [self.ones(tokens, dtype=torch.long)]
+        if pooled := get("pooled_projection_dim"):
+            found["pooled_projections"] = [self.noise(pooled)]
+        if get("guidance_embeds"):
+            found["guidance"] = [self.ones()]
+        if "class_labels" in accepted:
+            found["class_labels"] = self.class_labels()
+        if "added_cond_kwargs" in accepted:
+            found["added_cond_kwargs"] = self.added_cond_kwargs()
+        return found
 
     def positions(self, count: int) -> list[Any]:
         """Positions for rotary embeddings, for all rows at once or for each."""
@@ -122,7 +128,7 @@ class _Maker:
         if self.config.get("norm_type") == "ada_norm_zero":
             return [self.numbers(self.config["num_embeds_ada_norm"])]
         if self.config.get("class_embed_type") == "projection":
-            return [self.noise(self.batch, self.config["projection_class_embeddings_input_dim"])]
+            return [self.noise(self.config["projection_class_embeddings_input_dim"])]
         count = self.config.get("num_class_embeds")
         return [self.numbers(count)] if count else []
 
@@ -131,39 +137,8 @@ class _Maker:
         if self.config.get("addition_embed_type") == "text_time":
             times = _TIME_IDS * self.config["addition_time_embed_dim"]
             pooled = self.config["projection_class_embeddings_input_dim"] - times
-            sizes = torch.ones(self.batch, _TIME_IDS, device=self.device)
-            return [{"text_embeds": self.noise(self.batch, pooled), "time_ids": sizes}]
+            return [{"text_embeds": self.noise(pooled), "time_ids": self.ones(_TIME_IDS)}]
         if self.config.get("norm_type") != "ada_norm_single":
             return []
-        shapes = {
-            "resolution": self.noise(self.batch, 2),
-            "aspect_ratio": self.noise(self.batch, 1),
-        }
+        shapes = {"resolution": self.noise(2), "aspect_ratio": self.noise(1)}
         return [dict.fromkeys(shapes), shapes]
-
-
-_ARGUMENTS: dict[str, Callable[[_Maker], list[Any]]] = {
-    "timestep": lambda m: [m.numbers(_STEPS)],
-    "encoder_hidden_states": _Maker.encoder_hidden_states,
-    "encoder_attention_mask": lambda m: (
-        [torch.ones(m.batch, m.tokens, dtype=torch.long, device=m.device)]
-        if m.encoder_hidden_states()
-        else []
-    ),
-    "pooled_projections": lambda m: (
-        [m.noise(m.batch, m.config["pooled_projection_dim"])]
-        if m.config.get("pooled_projection_dim")
-        else []
-    ),
-    "guidance": lambda m: (
-        [torch.ones(m.batch, device=m.device)] if m.config.get("guidance_embeds") else []
-    ),
-    "img_ids": lambda m: m.positions(m.height * m.width),
-    "txt_ids": lambda m: m.positions(m.tokens),
-    "img_shapes": lambda m: [[[(1, m.height, m.width)]] * m.batch],
-    "num_frames": lambda m: [1],
-    "height": lambda m: [m.height],
-    "width": lambda m: [m.width],
-    "class_labels": _Maker.class_labels,
-    "added_cond_kwargs": _Maker.added_cond_kwargs,
-}

@@ -7,7 +7,6 @@ run on fake tensors and the first that runs is taken: no architecture is known b
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
@@ -52,23 +51,21 @@ def make_example_inputs(
         device = torch.device("cpu") if parameter is None or parameter.is_meta else parameter.device
     dtype = next((p.dtype for p in base.parameters() if p.is_floating_point()), torch.float32)
     if _is_transformers(base):
-        maker = _Maker(base, batch_size, sequence_length or 16, device, dtype)
-        return _first_that_runs(base, list(itertools.islice(maker.candidates(), _MOST_CANDIDATES)))
-    cfg = _timm_config(base)
-    if cfg is not None:
+        candidates = _Maker(base, batch_size, sequence_length or 16, device, dtype).candidates()
+    elif (cfg := _timm_config(base)) is not None:
         settings = {"device": device, "dtype": dtype}
-        images = [
+        candidates = (
             ExampleInputs((_drawn(torch.randn, batch_size, *size, **settings),))
             for size in _image_sizes(base, cfg)
-        ]
-        return _first_that_runs(base, images)
-    if is_diffusers(base):
+        )
+    elif is_diffusers(base):
         candidates = diffusion_inputs(base, batch_size, sequence_length, device, dtype)
-        return _first_that_runs(base, list(itertools.islice(candidates, _MOST_CANDIDATES)))
-    raise TraceError(
-        f"{type(base).__name__} is neither a transformers, a timm nor a diffusers model, so its inputs are "
-        "unknown: pass example_inputs= (a tensor, a tuple or a dict of keyword arguments)"
-    )
+    else:
+        raise TraceError(
+            f"{type(base).__name__} is neither a transformers, a timm nor a diffusers model, so its inputs "
+            "are unknown: pass example_inputs= (a tensor, a tuple or a dict of keyword arguments)"
+        )
+    return _first_that_runs(base, list(itertools.islice(candidates, _MOST_CANDIDATES)))
 
 
 def _drawn(draw: Callable[..., Tensor], *shape: int, **settings: Any) -> Tensor:
@@ -165,10 +162,9 @@ def _first_that_runs(model: Any, candidates: list[ExampleInputs]) -> ExampleInpu
         for candidate in candidates:
             try:
                 run(model, candidate)
+                return candidate
             except Exception as refused:  # a foreign forward may raise anything
-                error = refused if error is None or candidate is candidates[0] else error
-                continue
-            return candidate
+                error = refused if candidate is candidates[0] else error
     tried = "; ".join(str(candidate) for candidate in candidates[:3])
     raise TraceError(
         f"{name} ran on none of {len(candidates)} example inputs ({tried}, ...): pass example_inputs=. "
@@ -187,20 +183,16 @@ def _run_real(model: Any, inputs: ExampleInputs) -> None:
         model.eval()(*inputs.args, **inputs.kwargs)
 
 
-@dataclasses.dataclass
 class _Maker:
     """Makes tensors by the names of a forward's arguments."""
 
-    model: Any
-    batch: int
-    length: int
-    device: Any
-    dtype: torch.dtype
-
-    def __post_init__(self) -> None:
-        self.config = self.model.config
+    def __init__(
+        self, model: Any, batch: int, length: int, device: Any, dtype: torch.dtype
+    ) -> None:
+        self.batch, self.length, self.device, self.dtype = batch, length, device, dtype
+        self.config = model.config
         self.configs = list(_with_parts(self.config))
-        parameters = inspect.signature(self.model.forward).parameters
+        parameters = inspect.signature(model.forward).parameters
         self.accepted = list(parameters)
         variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         self.required = [
@@ -208,7 +200,7 @@ class _Maker:
             for name, p in parameters.items()
             if p.default is inspect.Parameter.empty and p.kind not in variadic
         ]
-        main = self.model.main_input_name
+        main = model.main_input_name
         self.main = list(main) if isinstance(main, (list, tuple)) else [main]
 
     def candidates(self) -> Iterator[ExampleInputs]:
@@ -223,7 +215,7 @@ class _Maker:
 
     def _choices(self) -> list[list[str]]:
         """Names of inputs that a forward may be called with, beside those that it requires."""
-        known = [n for n in (*_MAKERS, "pixel_values_videos") if n in self.accepted]
+        known = [n for n in _MAKERS if n in self.accepted]
         main = [n for n in self.main if n in self.accepted] or known[:1]
         modalities = [n for n in _MODALITIES if n in known]
         if main == ["input_ids"] and not modalities:
@@ -300,8 +292,8 @@ class _Maker:
     def waves(self) -> list[Tensor]:
         """Raw audio, with and without a dimension for channels, or a spectrogram of fixed length."""
         bins, length = self.number("num_mel_bins"), self.number("max_length")
-        options = [self.noise(self.batch, _SAMPLES)]
-        options.append(self.noise(self.batch, self.number("audio_channels") or 1, _SAMPLES))
+        channels = self.number("audio_channels") or 1
+        options = [self.noise(self.batch, _SAMPLES), self.noise(self.batch, channels, _SAMPLES)]
         if bins is not None and length is not None:
             options.insert(0, self.noise(self.batch, length, bins))
         return options

@@ -19,7 +19,7 @@ from lowmem_patch.constants import NormSettings
 from lowmem_patch.formulas import FORWARD
 from lowmem_patch.functional import ActivationKind
 from lowmem_patch.nn.own import runs_class_forward
-from lowmem_patch.tracing.probed_gradients import is_close, rows_and_starts, with_gradients
+from lowmem_patch.tracing.probed_gradients import has_gradients_of, is_close, rows_and_starts
 from lowmem_patch.tracing.probes import (
     NormSpec,
     find_norm,
@@ -59,13 +59,8 @@ class GatedNormSpec(NamedTuple):
 def match_gated_norm(
     module: nn.Module, calls: list[Call], known: dict[object, GatedNormSpec | None]
 ) -> GatedNormSpec | None:
-    """The `GatedNormSpec` of a module without children, or None.
-
-    Args:
-        module: of the traced model.
-        calls: its traced calls.
-        known: answers between equal modules of one model, which are probed once.
-    """
+    """The `GatedNormSpec` of a module without children with these traced calls, or None; ``known`` as of
+    `match_norm`."""
     if not all(map(_takes_two, calls)):
         return None
     x, _ = calls[0].inputs
@@ -127,20 +122,14 @@ class _Ungated(nn.Module):
     ) -> None:
         super().__init__()
         self.module, self.gate, self.kind, self.gate_first = module, gate, kind, gate_first
+        self.weight: Any = module.weight
 
-    @property
-    def weight(self) -> Tensor:
-        found: Tensor = self.module.weight  # type: ignore[assignment]  # a parameter
-        return found
-
-    def forward(self, x: Tensor) -> Tensor:
-        factor = reference.activate(self.gate, self.kind).to(x.dtype)
+    def forward(self, x: Tensor) -> Any:
+        gate, factor = self.gate.to(x.dtype), reference.activate(self.gate, self.kind).to(x.dtype)
         if self.gate_first:
-            found: Tensor = self.module(x / factor, self.gate.to(x.dtype))
-            return found
-        y: Tensor = self.module(x, self.gate.to(x.dtype))
-        quotient: Tensor = y / factor.to(y.dtype)
-        return quotient
+            return self.module(x / factor, gate)
+        y = self.module(x, gate)
+        return y / factor.to(y.dtype)
 
 
 def _groups(module: nn.Module, size: int) -> Iterator[int]:
@@ -159,25 +148,12 @@ def _norm_of(view: _Ungated, rows: Tensor, groups: int) -> NormSettings | None:
     else:
         weight = view.weight.detach()
 
-        def grouped(x: Tensor) -> Tensor:
-            found: Tensor = view(x.reshape(rows.shape)) / weight
-            return found.reshape(x.shape)
+        def grouped(x: Tensor) -> Any:
+            return (view(x.reshape(rows.shape)) / weight).reshape(x.shape)
 
         split = rows.reshape(*rows.shape[:-1], groups, -1)
-        found = find_norm(_Of(grouped), split, ("", ""), vars(view.module))
+        found = find_norm(grouped, split, ("", ""), vars(view.module))
     return None if found is None or found.centered else found
-
-
-class _Of(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.function(x)
-        return made
 
 
 def _formula(
@@ -199,11 +175,8 @@ def _is_gated(
     """Whether the module computes this, with these gradients, for gates and rows of any size."""
     # some stay near 0, where a sigmoid has a gradient that float32 tells
     far = torch.arange(gate.numel()).view(gate.shape) % 2 == 0
-    for size, large, _, start in rows_and_starts(rows):
-        for x, wide in ((rows, gate * torch.where(far, size, 1.0)), (large, gate)):
-            found = with_gradients(module, (x, wide), (module.weight,), start)
-            given = [t.detach().double() for t in (x, wide, module.weight)]
-            wanted = with_gradients(formula, given, (), start.double())
-            if found is None or wanted is None or not all(map(is_close, found, wanted)):
-                return False
-    return True
+    return all(
+        has_gradients_of(formula, module, given, (module.weight,), start)
+        for size, large, _, start in rows_and_starts(rows)
+        for given in ((rows, gate * torch.where(far, size, 1.0)), (large, gate))
+    )

@@ -21,8 +21,7 @@ class ExampleInputs:
     @property
     def tensors(self) -> list[Tensor]:
         """Every tensor among them."""
-        leaves = tree_leaves((self.args, self.kwargs))
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
 
     def map(self, function: Any) -> ExampleInputs:
         """Apply ``function`` to every tensor."""

@@ -94,16 +94,12 @@ class DispatchObserver(_untyped):  # type: ignore[misc]  # a base without types
 def observed_calls(
     model: nn.Module,
     enter: Callable[[str, tuple[Any, ...], dict[str, Any]], None],
-    leave: Callable[[str, nn.Module, Any], None],
+    leave: Callable[[str, nn.Module, Any], object],
     *,
     only_looks: bool = True,
 ) -> Iterator[None]:
     """Call ``enter(name, args, kwargs)`` and ``leave(name, module, output)`` around each call of a module,
-    also one that fails.
-
-    Args:
-        only_looks: patched modules need not run as the originals do because of these hooks.
-    """
+    also one that fails; where it ``only_looks``, patched modules need not run as the originals do."""
     handles = []
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -123,18 +119,6 @@ def observed_calls(
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextlib.contextmanager
-def module_stack(model: nn.Module) -> Iterator[list[str]]:
-    """Names of the modules that are running, innermost last, while a forward of ``model`` runs."""
-    stack: list[str] = []
-
-    def leave(name: str, module: nn.Module, output: Any) -> None:
-        stack.pop()
-
-    with observed_calls(model, lambda name, args, kwargs: stack.append(name), leave):
-        yield stack
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ gradients of inputs and parameters are compared with float64's, for rows and gra
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -50,11 +50,7 @@ def with_gradients(
     start: Tensor,
 ) -> list[Tensor] | None:
     """The value of a function, or of a module in training mode, and the gradients of what it is given and of
-    its parameters; None where one is missing.
-
-    Args:
-        start: the gradient of the value.
-    """
+    its parameters, where ``start`` is the value's; None where one is missing."""
     leaves = [tensor.detach().requires_grad_() for tensor in given]
     if isinstance(function, nn.Module):
         function.train()
@@ -76,6 +72,24 @@ def with_gradients(
     return [y.detach(), *gradients]
 
 
+def has_gradients_of(
+    formula: Callable[..., Tensor],
+    module: nn.Module,
+    given: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    start: Tensor,
+    least: float = 1e-30,
+) -> bool:
+    """Whether a module has the value and the gradients of a formula in float64, which gets the parameters as
+    well; the last two arguments as of `with_gradients` and `is_close`."""
+    found = with_gradients(module, given, parameters, start)
+    wide = [tensor.detach().double() for tensor in (*given, *parameters)]
+    wanted = with_gradients(formula, wide, (), start.double())
+    if found is None or wanted is None:
+        return False
+    return all(is_close(*pair, least) for pair in zip(found, wanted, strict=True))
+
+
 def rows_and_starts(rows: Tensor) -> Iterator[tuple[float, Tensor, float, Tensor]]:
     """Rows to probe, after their size, and the gradients of their values, after theirs."""
     # of no order: of a row of nearly equal ones a LayerNorm's gradient is what their rounding leaves
@@ -90,12 +104,8 @@ def rows_and_starts(rows: Tensor) -> Iterator[tuple[float, Tensor, float, Tensor
 def has_gradients_of_norm(
     module: nn.Module, rows: Tensor, names: tuple[str, str], settings: NormSettings
 ) -> bool:
-    """Whether a module has the values and the gradients of this norm, for rows of any size.
-
-    Args:
-        rows: ``[..., N]``, float32.
-        names: of gamma and beta.
-    """
+    """Whether a module with these names of gamma and beta has the values and the gradients of this norm, for
+    rows ``[..., N]``, float32, of any size."""
     vectors = [getattr(module, name, None) for name in names]
     present = [vector is not None for vector in vectors]
     own = [vector for vector in vectors if vector is not None]
@@ -105,16 +115,11 @@ def has_gradients_of_norm(
         weight, bias = (next(taken) if one else None for one in present)
         return reference.norm(x, weight, bias, settings, torch.float64)[0]
 
-    for size, x, scale, start in rows_and_starts(rows):
-        found = with_gradients(module, [x], own, start)
-        wide = [x.double(), *(vector.detach().double() for vector in own)]
-        wanted = with_gradients(formula, wide, (), start.double())
-        if found is None or wanted is None:
-            return False
-        # a norm of two channels has next to no gradient
-        if not all(is_close(*pair, scale / size) for pair in zip(found, wanted, strict=True)):
-            return False
-    return True
+    # a norm of two channels has next to no gradient
+    return all(
+        has_gradients_of(formula, module, [x], own, start, least=scale / size)
+        for size, x, scale, start in rows_and_starts(rows)
+    )
 
 
 def has_slope_of(function: Callable[[Tensor], Any], kind: ActivationKind) -> bool:

@@ -141,11 +141,6 @@ def _told(value: object) -> object:
 
 def settings_of(module: nn.Module) -> tuple[object, ...]:
     """Equal for modules that compute the same but for their parameters' values; else unequal."""
-    own = {
-        name: value
-        for name, value in vars(module).items()
-        if name not in _OF_EVERY_MODULE and name != "forward"  # accelerate's, around the class's
-    }
     hidden = any("__slots__" in vars(base) for base in type(module).__mro__)
     if module._buffers or module._modules or hidden:
         return (object(),)
@@ -153,7 +148,11 @@ def settings_of(module: nn.Module) -> tuple[object, ...]:
         (name, None if one is None else (one.shape, one.dtype))
         for name, one in module._parameters.items()
     )
-    values = tuple((name, _told(value)) for name, value in sorted(own.items()))
+    values = tuple(
+        (name, _told(value))
+        for name, value in sorted(vars(module).items())
+        if name not in _OF_EVERY_MODULE and name != "forward"  # accelerate's, around the class's
+    )
     return type(module), values, parameters
 
 
@@ -251,7 +250,7 @@ def _settings_and_names(
 ) -> tuple[NormSettings | None, tuple[str, str]]:
     """What a module computes of these rows, None where it is no norm, and its names of gamma and beta."""
     for names in _orders_of(parameters):
-        found = find_norm(isolated, rows, names)
+        found = find_norm(isolated, rows, names, vars(isolated))
         if found is not None:
             return found, names
     return None, STOCK_NAMES
@@ -259,21 +258,16 @@ def _settings_and_names(
 
 def _is_computed(value: object) -> bool:
     """Whether a hook of the module has made it in the trace, such as a pruned weight, which may be frozen."""
-    return isinstance(value, Tensor) and (
-        value.grad_fn is not None or isinstance(value, FakeTensor)
-    )
+    made = isinstance(value, Tensor) and value.grad_fn is not None
+    return made or isinstance(value, FakeTensor)
 
 
-def _orders_of(parameters: Iterable[str]) -> Iterator[tuple[str, str]]:
+def _orders_of(parameters: Iterable[str]) -> list[tuple[str, str]]:
     """Which of the parameters may be gamma, and which beta."""
-    names = list(parameters)
-    if set(names) <= set(STOCK_NAMES):
-        yield STOCK_NAMES
-    elif len(names) == 1:
-        yield names[0], ""
-    else:
-        yield names[0], names[1]
-        yield names[1], names[0]
+    if set(parameters) <= set(STOCK_NAMES):
+        return [STOCK_NAMES]
+    first, second = (*parameters, "")[:2]
+    return [(first, second), (second, first)] if second else [(first, second)]
 
 
 def output_dtype(module: nn.Module, rows: Tensor) -> str:
@@ -287,16 +281,14 @@ def output_dtype(module: nn.Module, rows: Tensor) -> str:
 
 
 def find_norm(
-    module: nn.Module,
+    module: Callable[[Tensor], Any],
     rows: Tensor,
     names: tuple[str, str],
-    attributes: Mapping[str, object] | None = None,
+    attributes: Mapping[str, object],
 ) -> NormSettings | None:
-    """What a module computes of these rows, or None: no norm. Its eps may be one of its ``attributes``."""
-    attributes = vars(module) if attributes is None else attributes
-    weight, bias = (getattr(module, name, None) for name in names)
-    gamma = weight.detach().double() if isinstance(weight, Tensor) else None
-    beta = bias.detach().double() if isinstance(bias, Tensor) else None
+    """What a module computes of these rows, or None: no norm. Its eps may be one of the ``attributes``."""
+    vectors = (getattr(module, name, None) for name in names)
+    gamma, beta = (v.detach().double() if isinstance(v, Tensor) else None for v in vectors)
     # small rows make eps visible: at a scale of 1e-3 the variance is 1e-6
     scales = (1.0, 1e-3, 1e-6, 1e-9, 0.0)
     outputs = [run_probe(module, rows * scale) for scale in scales]

@@ -40,13 +40,11 @@ def own_bytes(tensor: Tensor) -> int:
 
 def held_beside(model: nn.Module) -> list[Tensor]:
     """What holds quantised weights beside parameters and buffers, each storage once."""
-    known = {storage_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    found = []
+    held = set(map(storage_key, (*model.parameters(), *model.buffers())))
+    found: dict[int, Tensor] = {}
     for tensor in _attached(model):
-        if storage_key(tensor) not in known:
-            known.add(storage_key(tensor))
-            found.append(tensor)
-    return found
+        found.setdefault(storage_key(tensor), tensor)
+    return [tensor for key, tensor in found.items() if key not in held]
 
 
 def _attached(model: nn.Module) -> Iterator[Tensor]:
@@ -76,24 +74,18 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
     if id(value) in seen or isinstance(value, (nn.Module, type)) or callable(value):
         return
     seen.add(id(value))
-    inner: list[Any] = []
     if isinstance(value, Tensor):
-        if _is_wrapper(value):
-            yield from _inside(value, seen)
-        else:
-            yield value
-    elif isinstance(value, Mapping):
-        inner = list(value.values())
-    elif isinstance(value, (list, tuple, set)):
-        inner = list(value)
-    elif hasattr(value, "__dict__"):
-        inner = list(vars(value).values())
-    for item in inner:
+        yield from _inside(value, seen) if _is_wrapper(value) else (value,)
+        return
+    if not isinstance(value, (list, tuple, set)):
+        parts = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+        value = parts.values()
+    for item in list(value):
         yield from _tensors(item, seen)
 
 
 class Fakes:
-    """Fakes of what a model holds, for a copy of it.
+    """Fakes of what a model holds, for a copy of it; TypeError where a tensor has none.
 
     Attributes:
         memo: the fakes by the ids of the tensors, as ``copy.deepcopy`` takes them.
@@ -104,9 +96,6 @@ class Fakes:
     def __init__(
         self, model: nn.Module, mode: FakeTensorMode, instead_of_meta: torch.device
     ) -> None:
-        """Raises:
-        TypeError: a tensor has no fake.
-        """
         self.mode, self.instead_of_meta = mode, instead_of_meta
         self.memo: dict[int, Any] = {}
         self.by_storage: dict[int, Tensor] = {}
@@ -127,8 +116,7 @@ class Fakes:
                     self._add(tensor, self._fake_of(tensor))
         packed = list(filter(_is_packed, held))
         for tensor in packed:
-            attributes = copy.deepcopy(vars(tensor), self.memo)
-            self.memo[id(tensor)].__dict__.update(attributes)
+            vars(self.memo[id(tensor)]).update(copy.deepcopy(vars(tensor), self.memo))
         self.packed = tuple(self.memo[id(tensor)] for tensor in packed)
         self.beside = tuple(self.memo[id(tensor)] for tensor in beside)
 

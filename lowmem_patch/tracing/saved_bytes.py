@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,24 +19,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowmem_patch.tracing.base_model import checked_model
-from lowmem_patch.tracing.categories import (
-    CATEGORIES,
-    Saver,
-    category_of,
-    module_categories,
-    reads_weight,
-)
+from lowmem_patch.tracing.categories import CATEGORIES, Saver, category_of, module_categories
 from lowmem_patch.tracing.observers import (
     DispatchObserver,
     FunctionObserver,
     ended_checkpoints,
-    module_stack,
+    observed_calls,
 )
-from lowmem_patch.tracing.op_roles import Role, function_name, role_of
+from lowmem_patch.tracing.op_roles import MATMULS, WEIGHT_MATMULS, Role, function_name, role_of
 
-_backward_number: Any = (
-    torch._C._current_graph_task_id
-)  # of the backward that runs; -1 outside of one
+_MATMULS = WEIGHT_MATMULS | MATMULS
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -130,16 +121,14 @@ class _WeightCopies(DispatchObserver):
     def __init__(self, weights: set[int]) -> None:
         super().__init__()
         self.weights = weights
-        self.copies: set[int] = set()
-        self.keep_alive: list[Tensor] = []
+        self.copies: dict[int, Tensor] = {}
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = func(*args, **kwargs)
         if func in self._COPIES and isinstance(args[0], Tensor):
             source = storage_key(args[0])
             if source in self.weights or source in self.copies:
-                self.copies.add(storage_key(output))
-                self.keep_alive.append(output)
+                self.copies[storage_key(output)] = output
         return output
 
 
@@ -159,51 +148,14 @@ def _without_graph(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
-class _First(NamedTuple):
-    """A storage that autograd holds, and the tensor that showed it first. No tensor is held here: one without
-    a graph would be one more op."""
+class _Saved(NamedTuple):
+    """A storage that autograd holds, the tensor that showed it first, and how often it is held for each
+    saver. No tensor is held here: one without a graph would be one more op."""
 
     storage: torch.UntypedStorage
     shape: torch.Size
     dtype: torch.dtype
-
-    @property
-    def bytes(self) -> int:
-        return self.storage.nbytes()
-
-    @property
-    def elements(self) -> int:
-        return math.prod(self.shape)
-
-
-class _RunningFunction(FunctionObserver):
-    """Knows which torch function runs, and whether it reads a weight, or a copy of one that the forward
-    casts by itself."""
-
-    def __init__(self, weights: set[int], copies: set[int]) -> None:
-        super().__init__()
-        self.weights, self.copies = weights, copies
-        self.name = ""
-        self.weighted = False
-
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        before = self.name, self.weighted
-        self.name = function_name(func)
-        self.weighted = reads_weight(self.name, (*args, *kwargs.values()), self._is_weight)
-        try:
-            return func(*args, **kwargs)
-        finally:
-            self.name, self.weighted = before
-
-    def _is_weight(self, tensor: Tensor) -> bool:
-        # a deferred tensor would make a storage, and hold it
-        if hasattr(tensor, "held_values"):
-            return False
-        key = storage_key(tensor)
-        return key in self.weights or key in self.copies
-
-    def saver(self, stack: Sequence[str]) -> Saver:
-        return Saver(stack[-1] if stack else "", self.name, self.weighted)
+    savers: Counter[Saver]
 
 
 @contextlib.contextmanager
@@ -227,37 +179,54 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
     held = (*model.parameters(), *model.buffers())
     weights = {storage_key(part) for tensor in held for part in parts_of(tensor)}
     copies = _WeightCopies(weights)
-    result, running = SavedBytes(), _RunningFunction(weights, copies.copies)
+    result, counted = SavedBytes(), _Counted(weights, copies.copies)
+    stack = counted.stack
     # a cast of a weight that autocast remembers from before would not be seen to be one
     torch.clear_autocast_cache()
-    with module_stack(model) as stack:
-        counted = _Counted(weights, running, stack)
+    with observed_calls(model, lambda name, *_: stack.append(name), lambda *_: stack.pop()):
         hooks = torch.autograd.graph.saved_tensors_hooks(counted.pack, counted.unpack)
-        with hooks, copies, running, ended_checkpoints():
+        with hooks, copies, counted, ended_checkpoints():
             yield result
     counted.add_waiting()
-    _add_up(result, model, counted.first, counted.savers, copies.copies)
+    _add_up(result, model, counted.saved, copies.copies)
 
 
-class _Counted:
-    """The storages that autograd holds for forwards.
+class _Counted(FunctionObserver):
+    """The storages that autograd holds for forwards, by their keys; ``saved`` keeps them alive, so that these
+    stay unique. Who saves one: the innermost module of the ``stack``, and the torch function that runs."""
 
-    Attributes:
-        first: also keeps the storage alive, so that its key stays unique.
-        savers: how often autograd holds a storage for each.
-    """
-
-    def __init__(self, weights: set[int], running: _RunningFunction, stack: list[str]) -> None:
-        self.first: dict[int, _First] = {}
-        self.savers: dict[int, Counter[Saver]] = {}
-        self._weights, self._running, self._stack = weights, running, stack
+    def __init__(self, weights: set[int], copies: Mapping[int, Tensor]) -> None:
+        super().__init__()
+        self.saved: dict[int, _Saved] = {}
+        self.stack: list[str] = []  # names of the modules that are running
+        self.function, self.weighted = "", False  # whether it is a matmul of a weight that trains
+        self._weights, self._copies = weights, copies
         self._watched: set[weakref.ref[_Held]] = set()
         self._waiting: list[tuple[Any, Saver]] = []  # deferred tensors
 
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before = self.function, self.weighted
+        self.function = function_name(func)
+        matmul = role_of(self.function).has(_MATMULS)
+        self.weighted = matmul and any(map(self._is_weight, (*args, *kwargs.values())))
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.function, self.weighted = before
+
+    def _is_weight(self, item: object) -> bool:
+        """Whether it is a weight that trains, or a copy of one that the forward casts by itself."""
+        if not isinstance(item, Tensor) or not item.requires_grad or item.dim() < 2:
+            return False
+        # a deferred tensor would make a storage, and hold it
+        key = None if hasattr(item, "held_values") else storage_key(item)
+        return key in self._weights or key in self._copies
+
     def pack(self, tensor: Tensor) -> _Held:
-        saver, waits = self._running.saver(self._stack), hasattr(tensor, "held_values")
+        saver = Saver(self.stack[-1] if self.stack else "", self.function, self.weighted)
+        waits = hasattr(tensor, "held_values")
         held = _Held(tensor if tensor.is_leaf or waits else _without_graph(tensor))
-        if _backward_number() != -1:
+        if torch._C._current_graph_task_id() >= 0:  # in a backward
             return held
         if waits:
             self._waiting.append((tensor, saver))
@@ -271,7 +240,7 @@ class _Counted:
         return held.tensor
 
     def _count(self, tensor: Tensor, held: _Held, saver: Saver) -> None:
-        key, stack = storage_key(tensor), self._stack
+        key, stack = storage_key(tensor), self.stack
         depth = max(len(stack) - 1, 1)  # of the call of the module that calls this one
         caller = stack[depth - 1 : depth]
 
@@ -286,16 +255,19 @@ class _Counted:
 
     def _add(self, tensor: Tensor, saver: Saver) -> None:
         key = storage_key(tensor)
-        if key not in self.first:
-            self.first[key] = _First(tensor.untyped_storage(), tensor.shape, tensor.dtype)
-        self.savers.setdefault(key, Counter())[saver] += 1
+        if key not in self.saved:
+            storage = tensor.untyped_storage()
+            self.saved[key] = _Saved(storage, tensor.shape, tensor.dtype, Counter())
+        self.saved[key].savers[saver] += 1
 
     def _drop(self, saver: Saver, key: int) -> None:
         """One of those who saved a storage let it go."""
-        self.savers[key][saver] -= 1
-        self.savers[key] = +self.savers[key]
-        if not self.savers[key]:
-            del self.first[key], self.savers[key]
+        savers = self.saved[key].savers
+        savers[saver] -= 1
+        if not savers[saver]:
+            del savers[saver]
+        if not savers:
+            del self.saved[key]
 
     def add_waiting(self) -> None:
         """Add the values of deferred tensors, at the end: they may let them go."""
@@ -307,15 +279,10 @@ class _Counted:
 
 
 def _add_up(
-    result: SavedBytes,
-    model: nn.Module,
-    first: dict[int, _First],
-    savers_of: Mapping[int, Counter[Saver]],
-    copies: set[int],
+    result: SavedBytes, model: nn.Module, saved: dict[int, _Saved], copies: Mapping[int, Tensor]
 ) -> None:
-    for key in copies & first.keys():
-        result.weight_copies += first.pop(key).bytes
-    saved = {key: (one, tuple(savers_of[key])) for key, one in first.items()}
+    for key in copies.keys() & saved.keys():
+        result.weight_copies += saved.pop(key).storage.nbytes()
     categories = module_categories(model)
     frozen = {
         name
@@ -324,24 +291,22 @@ def _add_up(
     }
     largest: dict[str, int] = {}
     scores = set()
-    for one, savers in saved.values():
-        for saver in savers:
-            largest[saver.module] = max(largest.get(saver.module, 0), one.elements)
+    for one in saved.values():
+        elements = one.shape.numel()
+        for saver in one.savers:
+            largest[saver.module] = max(largest.get(saver.module, 0), elements)
             if role_of(saver.function).has(Role.SOFTMAX):
-                scores.add((saver.module, one.elements))
-    for key, (one, savers) in saved.items():
-        size, modules = one.bytes, list(dict.fromkeys(saver.module for saver in savers))
-        category = category_of(
-            one.dtype, one.elements, savers, categories, largest[modules[0]], scores
-        )
-        result.storages.append(
-            SavedStorage(size, tuple(one.shape), one.dtype, category, savers, key)
-        )
+                scores.add((saver.module, elements))
+    for key, (storage, shape, dtype, counts) in saved.items():
+        size, savers = storage.nbytes(), tuple(counts)
+        module = savers[0].module
+        category = category_of(dtype, shape.numel(), savers, categories, largest[module], scores)
+        result.storages.append(SavedStorage(size, tuple(shape), dtype, category, savers, key))
         result.activations += size
         result.by_kind[category] += size
-        result.by_module[modules[0]] = result.by_module.get(modules[0], 0) + size
-        if all(_adds_none(saver, modules[0], frozen) for saver in savers):
-            result.own[modules[0]] = result.own.get(modules[0], 0) + size
+        result.by_module[module] = result.by_module.get(module, 0) + size
+        if all(_adds_none(saver, module, frozen) for saver in savers):
+            result.own[module] = result.own.get(module, 0) + size
 
 
 def _adds_none(saver: Saver, first: str, frozen: set[str]) -> bool:

@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lowmem_patch.errors import TraceError
 from lowmem_patch.tracing.call_arguments import dropout_call
-from lowmem_patch.tracing.gpu_dropout import GpuDropouts
 from lowmem_patch.tracing.isolation import in_training_mode
 from lowmem_patch.tracing.observers import DispatchObserver, FunctionObserver, observed_calls
 from lowmem_patch.tracing.op_roles import NEVER_WRITES, Role, function_name, role_of
@@ -138,25 +137,41 @@ def _is_compiled() -> bool:
     """Whether a function that torch.compile compiled runs as it is written: its wrapper is in the stack."""
     frame: Any = sys._getframe()
     while frame is not None and frame.f_code is not trace_forward.__code__:
-        if frame.f_code.co_qualname.startswith(_COMPILED):
+        if frame.f_code.co_qualname.startswith("_TorchDynamoContext.__call__."):
             return True
         frame = frame.f_back
     return False
-
-
-_COMPILED = "_TorchDynamoContext.__call__."
 
 
 class _Recorder(FunctionObserver):
     def __init__(self, trace: Trace) -> None:
         super().__init__()
         self.trace = trace
-        self.stack: list[str] = []  # names of the modules that are running
+        # the modules that are running: names, the op that was next, arguments, whether autocast was on
+        self.stack: list[tuple[str, int, Any, Any, bool]] = []
         self.running = False
         self.given: list[tuple[Op, Tensor]] = []  # to kernels, with sums over what they were given
         self.flowing = {storage_key(tensor) for tensor in tensors_in(trace.keep_alive)}
 
-    def op(
+    def of_calls(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Inside, calls of modules are recorded as well."""
+        trace, stack = self.trace, self.stack
+
+        def enter(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            stack.append((name, len(trace.ops), args, kwargs, _autocast()))
+
+        def leave(name: str, module: nn.Module, output: Any) -> None:
+            _, first, args, kwargs, autocast = stack.pop()
+            inputs, outputs = tuple(tensors_in((args, kwargs))), tuple(tensors_in(output))
+            trace.keep_alive.append((inputs, outputs))
+            arguments = sum(value is not None for value in (*args, *kwargs.values()))
+            last, given = len(trace.ops), len(args) + len(kwargs)
+            call = Call(name, inputs, outputs, arguments, first, last, autocast, given)
+            trace.calls.append(call)
+
+        return observed_calls(model, enter, leave, only_looks=False)
+
+    def add(
         self,
         name: str,
         func: Callable[..., Any],
@@ -166,26 +181,23 @@ class _Recorder(FunctionObserver):
         writes: bool = False,
         opaque: bool = True,
     ) -> Op:
-        module = self.stack[-1] if self.stack else ""
-        compiled = _is_compiled()
-        return Op(name, func, module, args, kwargs, outputs, writes, opaque, _autocast(), compiled)
-
-    def add(self, op: Op) -> None:
+        module, compiled = self.stack[-1][0] if self.stack else "", _is_compiled()
+        op = Op(name, func, module, args, kwargs, outputs, writes, opaque, _autocast(), compiled)
         self.trace.ops.append(op)
         if not torch._C._are_functorch_transforms_active():  # whose tensors have no storage
             self.flowing.update(map(storage_key, op.outputs))
         for key in {id(tensor) for tensor in op.reads}:
             self.trace.consumers.setdefault(key, []).append(op)
+        return op
 
     def _add_kernel(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """A kernel gets a tensor's memory: what it does there is seen on data alone."""
         fake = isinstance(args[0], FakeTensor)
-        op = self.op(FOREIGN_KERNEL, func, args, kwargs, writes=fake)
+        op = self.add(FOREIGN_KERNEL, func, args, kwargs, writes=fake)
         if not fake:
             self.given.append((op, self._sums(args[0])))
-        self.add(op)
 
     def _sums(self, tensor: Tensor) -> Tensor:
         self.running = True  # what runs here is no part of the forward
@@ -223,7 +235,7 @@ class _Recorder(FunctionObserver):
             self.running, outputs = False, (output,)
         if inputs and (writes or role.has(Role.HOOK) or (outputs and not same)):
             opaque = role.has(Role.HOOK | Role.GRADIENT) or not torch.is_grad_enabled()
-            self.add(self.op(name, func, args, kwargs, outputs, writes, opaque))
+            self.add(name, func, args, kwargs, outputs, writes, opaque)
         return output
 
 
@@ -250,7 +262,7 @@ class _ScriptRecorder(DispatchObserver):
         output = func(*args, **kwargs)
         if not self.recorder.running and func.namespace != "prim":  # prim asks for metadata
             outputs, writes = tuple(tensors_in(output)), bool(func._schema.is_mutable)
-            self.recorder.add(self.recorder.op(str(func), func, args, kwargs, outputs, writes))
+            self.recorder.add(str(func), func, args, kwargs, outputs, writes)
         return output
 
 
@@ -306,34 +318,8 @@ def _may_be_activation(node: Any, tensor: Tensor) -> bool:
     return any(t is not None and t.shape == tensor.shape for t in node.saved_tensors)
 
 
-def _recorded_calls(
-    model: nn.Module, trace: Trace, stack: list[str]
-) -> contextlib.AbstractContextManager[None]:
-    """Adds calls to ``trace``; ``stack`` holds the names of the modules that are running."""
-    starts: list[tuple[int, Any, Any, bool]] = []
-
-    def enter(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        stack.append(name)
-        starts.append((len(trace.ops), args, kwargs, _autocast()))
-
-    def leave(name: str, module: nn.Module, output: Any) -> None:
-        stack.pop()
-        first, args, kwargs, autocast = starts.pop()
-        inputs, outputs = tuple(tensors_in((args, kwargs))), tuple(tensors_in(output))
-        trace.keep_alive.append((inputs, outputs))
-        arguments = sum(value is not None for value in (*args, *kwargs.values()))
-        last = len(trace.ops)
-        given = len(args) + len(kwargs)
-        trace.calls.append(Call(name, inputs, outputs, arguments, first, last, autocast, given))
-
-    return observed_calls(model, enter, leave, only_looks=False)
-
-
 def trace_forward(shadow: Shadow, *, structure: bool = True) -> Trace:
-    """Run the forward with gradients on, and record the dataflow and what autograd saves.
-
-    Args:
-        structure: False records the saved bytes only.
+    """Run the forward with gradients on, and record the dataflow (``structure``) and what autograd saves.
 
     Raises:
         TraceError: the forward fails; the cause is chained.
@@ -343,16 +329,16 @@ def trace_forward(shadow: Shadow, *, structure: bool = True) -> Trace:
     parameters = dict(model.named_parameters())  # offloading exchanges them in the forward
     trace.parameters.update((id(parameter), name) for name, parameter in parameters.items())
     trace.keep_alive.append((model, parameters, inputs))
-    with contextlib.ExitStack() as contexts:
-        contexts.enter_context(in_training_mode(model))
-        contexts.enter_context(torch.enable_grad())
-        contexts.enter_context(shadow.running())
-        if shadow.elsewhere:
-            contexts.enter_context(GpuDropouts())
-        saved = contexts.enter_context(saved_bytes(model))
+    with (
+        in_training_mode(model),
+        torch.enable_grad(),
+        shadow.running(),
+        saved_bytes(model) as trace.saved,
+        contextlib.ExitStack() as contexts,
+    ):
         if structure:
             recorder = _Recorder(trace)
-            contexts.enter_context(_recorded_calls(model, trace, recorder.stack))
+            contexts.enter_context(recorder.of_calls(model))
             contexts.enter_context(recorder)
             contexts.enter_context(_ScriptRecorder(recorder))
         try:
@@ -368,7 +354,6 @@ def trace_forward(shadow: Shadow, *, structure: bool = True) -> Trace:
     if structure:
         recorder.find_writes()
         _record_custom_functions(trace)
-    trace.saved = saved
     return trace
 
 

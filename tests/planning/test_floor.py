@@ -20,7 +20,7 @@ from lowmem_patch import PatchConfig, PatchReport, plan_patch
 from lowmem_patch.memory import MemoryReport, predict_memory
 from lowmem_patch.planning.floor import count_floor
 from lowmem_patch.strategies.protocol import Facts
-from lowmem_patch.tracing import gpu_dropout
+from lowmem_patch.tracing import shadow
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import Shadow
 from lowmem_patch.tracing.trace import trace_forward
@@ -352,7 +352,7 @@ def test_torch_without_fused_attention_of_groups_plans_for_a_gpu_with_it(
         return report, memory
 
     fused = predicted()
-    monkeypatch.setattr(gpu_dropout, "_fuses_groups", lambda: False)
+    monkeypatch.setattr(shadow, "_fuses_groups", lambda: False)
     assert predicted() == fused
 
 

@@ -16,8 +16,8 @@ from lowmem_patch.memory.caching_allocator import rounding_bytes
 from lowmem_patch.memory.cublas import _of_one, workspace_sizes
 from lowmem_patch.planning.fit_report import _ranges
 from lowmem_patch.planning.names import size_text
-from lowmem_patch.tracing.gpu_temporaries import column_sum_bytes, temporary_of
 from lowmem_patch.tracing.inputs import ExampleInputs
+from lowmem_patch.tracing.live_storages import column_sum_bytes, temporary_of
 from lowmem_patch.tracing.shadow import make_shadow
 from tests.support.models import llama_of
 from tests.support.step_bytes import step_bytes

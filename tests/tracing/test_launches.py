@@ -14,8 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from lowmem_patch import plan_patch
 from lowmem_patch.errors import TraceError
 from lowmem_patch.tracing.fake_mode import make_fake_mode
-from lowmem_patch.tracing.isolation import running_fake
-from lowmem_patch.tracing.launches import is_skipped
+from lowmem_patch.tracing.isolation import is_skipped, running_fake
 from tests.life import foreign
 from tests.life.test_foreign_kernels import Net
 
