@@ -37,8 +37,7 @@ from lowmem_patch.functional.graph_storage import graph_values
 from lowmem_patch.functional.products import IDENTITY, LowRank, linear_op
 from lowmem_patch.functional.products_backward import linear_backward_op, one_for_each
 
-# Multiplications of a product, which take an H200 about 0.1 ms: less than an operator takes the host in forward
-# and backward.
+# Multiplications that take an H200 about 0.1 ms: the host takes longer for an operator, forward and backward.
 SHORT_PRODUCT = 2**35
 
 # how exactly an output is saved: in 8 bits, in float16, in bfloat16, in a wider dtype
