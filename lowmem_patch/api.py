@@ -13,8 +13,12 @@ from lowmem_patch.config import ConfigLike, PatchConfig, given_config, load_conf
 from lowmem_patch.errors import ConfigError, NothingToPatchError, PatchError, TraceError
 from lowmem_patch.memory.model_states import Training
 from lowmem_patch.nn.context import is_fsdp_unit
-from lowmem_patch.nn.folded_norms import refuse_unfolded
-from lowmem_patch.nn.gammas import check_before_forward, check_gammas, forget_after_forward
+from lowmem_patch.nn.gammas import (
+    check_before_forward,
+    check_gammas,
+    forget_after_forward,
+    refuse_unfolded,
+)
 from lowmem_patch.nn.head import forget_reads, notes_of_heads
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.own import Own, within_compiled
