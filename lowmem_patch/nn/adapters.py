@@ -57,9 +57,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _ROW = 16  # bytes, of which torch's grouped_mm asks for a multiple
 
 
-def use_adapter(
-    layer: nn.Module, low_precision: bool, alone: bool = False, shared: bool = False
-) -> None:
+def use_adapter(layer: nn.Module, low_precision: bool, alone: bool, shared: bool) -> None:
     """Give a LoRA layer a forward that saves one copy of its input.
 
     Args:

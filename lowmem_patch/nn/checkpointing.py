@@ -268,17 +268,15 @@ class _AttentionOnce(AroundForward):
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not role_of(function_name(func)).has(Role.FUSED_ATTENTION):
             return func(*args, **kwargs)
-        with self._mode():
-            return func(*args, **kwargs)
-
-    def _mode(self) -> Any:
         if self.saves:
             make: Any = create_selective_checkpoint_contexts  # has no types
-            first, second = make(_saves_attention)
+            mode, second = make(_saves_attention)
             self.seconds.append(second)
-            return first
-        self.calls += 1
-        return self.seconds[self.calls - 1]
+        else:
+            mode = self.seconds[self.calls]
+            self.calls += 1
+        with mode:
+            return func(*args, **kwargs)
 
 
 def _saves_attention(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:

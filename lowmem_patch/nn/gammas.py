@@ -76,14 +76,13 @@ def _extremes(group: list[Affined], turned: tuple[int, int] | None) -> Tensor:
     else:
         shift = torch.stack(biases).div_(gammas).abs_().amax(1)
     least, largest = gammas.abs_().aminmax(dim=1)
-    pair = torch.ones_like(largest) if turned is None else _least_in_pairs(gammas, *turned)
+    if turned is None:
+        pair = torch.ones_like(largest)
+    else:
+        width, rotated = turned
+        first, second = gammas.view(len(gammas), -1, width)[..., :rotated].chunk(2, -1)
+        pair = first.div(second).minimum(second.div(first)).amin((1, 2))
     return torch.stack([least.reciprocal_(), largest, shift, pair]).float()
-
-
-def _least_in_pairs(sizes: Tensor, width: int, rotated: int) -> Tensor:
-    heads = sizes.view(len(sizes), -1, width)
-    first, second = heads[..., :rotated].chunk(2, -1)
-    return first.div(second).minimum(second.div(first)).amin((1, 2))
 
 
 def tells_z_turned(norm: MSNorm, width: int, rotated: int) -> bool:
@@ -120,8 +119,8 @@ def assume_gammas(model: nn.Module, shadow: nn.Module, *, gathered: bool = False
         checks = getattr(norm, "gamma_checks", None)
         if checks is None or norm.folded or name not in modules:
             continue
-        vectors = (modules[name]._parameters.get(own) for own in norm.names)
-        look = partial(_look, norm, *vectors)
+        weight, bias = (modules[name]._parameters.get(own) for own in norm.names)
+        look = partial(_look, norm, weight, bias)
         found = None if gathered else look(None)
         checks.assumed = False if gathered else None if found is None else checks.tells_z(found)
         checks.look = look

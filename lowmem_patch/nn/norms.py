@@ -248,9 +248,7 @@ class MSNorm(nn.Module):
     def _shared(self, y: Tensor) -> Tensor:
         """The output, which the norm itself saves."""
         self._confirm_in_backward(y, y.dtype)
-        if self._is_one_copy(y):
-            return attach(y, Shared(y.grad_fn))
-        return watch(y)
+        return attach(y, Shared(y.grad_fn)) if self._is_one_copy(y) else watch(y)
 
     def waits_for_linears(self) -> bool:
         """Whether Linears alone read the output, and would compute it again from a few tensors."""
@@ -258,13 +256,11 @@ class MSNorm(nn.Module):
 
     def _compiled(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """The norm as a compiler sees it."""
-        stored = self.in_eight_bits and trains_here()
-        if stored and not is_foreign(x):
+        if self.in_eight_bits and trains_here() and not is_foreign(x):
             y, *near = compiled.stored_norm(*self._in_graph(x, dtype))
             return keep(y, Normed(False, None), tuple(near)) if y.requires_grad else y
         y = self.normalize(x, dtype)
-        waits = needs_gradient(y) and self._is_one_copy(y)
-        return Saved().of(y) if waits else y
+        return Saved().of(y) if needs_gradient(y) and self._is_one_copy(y) else y
 
     def _is_one_copy(self, y: Tensor) -> bool:
         """Whether readers that cast the output shall keep no copy of their own."""
