@@ -12,9 +12,8 @@ from torch import nn
 from lowmem_patch.config import ConfigLike, PatchConfig, given_config, load_config
 from lowmem_patch.errors import ConfigError, NothingToPatchError, PatchError, TraceError
 from lowmem_patch.memory.model_states import Training
+from lowmem_patch.nn import gammas
 from lowmem_patch.nn.context import is_fsdp_unit
-from lowmem_patch.nn.folded_norms import refuse_unfolded
-from lowmem_patch.nn.gammas import check_before_forward, check_gammas, forget_after_forward
 from lowmem_patch.nn.head import forget_reads, notes_of_heads
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.own import Own, within_compiled
@@ -284,9 +283,9 @@ def _attach(model: nn.Module, report: PatchReport, fit: Asked | None) -> None:
     model.__dict__[RECORD] = Record(report, trains_signature(model), fit)
     norms = tuple(m for m in model.modules() if isinstance(m, MSNorm) and not m.folded)
     if norms:
-        check_gammas(norms)  # for a compiler, under which nobody checks
-        model.register_forward_pre_hook(Own(check_before_forward, norms))
-        model.register_forward_hook(Own(forget_after_forward, norms), always_call=True)
+        gammas.check_gammas(norms)  # for a compiler, under which nobody checks
+        model.register_forward_pre_hook(Own(gammas.check_before_forward, norms))
+        model.register_forward_hook(Own(gammas.forget_after_forward, norms), always_call=True)
 
 
 def patch_report(model: nn.Module) -> PatchReport:
@@ -393,4 +392,4 @@ def _refuse_unfolded_weights(
     """Refuse before anything was loaded, so that the model stays whole."""
     for name, module in model.named_modules():
         if isinstance(module, MSNorm) and module.folded:
-            refuse_unfolded(module, state_dict, f"{prefix}{name}." if name else prefix)
+            gammas.refuse_unfolded(module, state_dict, f"{prefix}{name}." if name else prefix)

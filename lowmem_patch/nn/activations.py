@@ -1,4 +1,4 @@
-"""Activation modules that keep nothing that is not kept anyway, or a few bits for each element."""
+"""Activations and dropouts that keep nothing that is not kept anyway, or a few bits for each element."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch.constants import STEP_TABLES
-from lowmem_patch.functional import ActivationKind, activation, codes_activation
+from lowmem_patch.functional import (
+    ActivationKind,
+    activation,
+    codes_activation,
+    in_compiler,
+    packed_dropout,
+)
 from lowmem_patch.nn.context import is_foreign, needs_gradient, one_tensor
 from lowmem_patch.nn.deferred import Deferred, value_of
-from lowmem_patch.nn.deferred_ops import Activation
+from lowmem_patch.nn.deferred_ops import Activation, Saved
 from lowmem_patch.nn.modes import without_function_modes
 
 
@@ -31,8 +37,6 @@ class CodesActivation(nn.Module):
         in_place: the result overwrites the input, for whoever reads that; autograd keeps no copy of it.
     """
 
-    strategy = "codes"
-
     def __init__(self, kind: ActivationKind, bits: int = 2, in_place: bool = False) -> None:
         super().__init__()
         self.kind: ActivationKind = kind
@@ -47,7 +51,7 @@ class CodesActivation(nn.Module):
         return x.copy_(y) if self.in_place else y
 
     def extra_repr(self) -> str:
-        return f"strategy={self.strategy}, kind={self.kind}, bits={STEP_TABLES[self.kind][self.bits].bits}"
+        return f"strategy=codes, kind={self.kind}, bits={STEP_TABLES[self.kind][self.bits].bits}"
 
 
 class RecomputedActivation(nn.Module):
@@ -76,3 +80,30 @@ class RecomputedActivation(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.kind}, recompute"
+
+
+class PackedDropout(nn.Dropout):
+    """`torch.nn.Dropout`, from the same random numbers, that keeps one bit for each element.
+
+    Out of training, without a gradient, in place, on tensors of other classes (DTensor), under torch.func and
+    under torch.compile it is the plain one; so it is for a deferred input, which decides what is kept.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Elementwise, any shape; dtype of ``input``."""
+        if (
+            isinstance(input, Deferred)
+            or self.inplace
+            or not (self.training and 0 < self.p < 1 and input.numel() and needs_gradient(input))
+            or in_compiler()
+            or is_foreign(input)
+        ):
+            return super().forward(input)
+        return packed_dropout(input, self.p)[0]
+
+
+def keep_for_dropout(module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor | None:
+    """Forward hook of a Linear: ``F.dropout`` of its output keeps one bit for each element."""
+    if in_compiler() or not module.training or is_foreign(output) or not needs_gradient(output):
+        return None
+    return Saved().of(output)

@@ -23,14 +23,21 @@ def is_gathered(block: nn.Module) -> bool:
     )
 
 
+# what a module holds under some names, and what it held
+_Places = list[tuple[dict[str, Any], dict[str, Any]]]
+
+
 class BlockState:
     """What a block has while it runs: parameters and buffers, what trains, flags, numbers and names that are
-    set on its modules (train mode, PEFT's active adapter and its scale), and their forward hooks."""
+    set on its modules (train mode, PEFT's active adapter and its scale), and their forward hooks.
 
-    def __init__(self, block: nn.Module) -> None:
-        self._block = block
+    ``written``: names of the buffers that its forward writes.
+    """
+
+    def __init__(self, block: nn.Module, written: tuple[str, ...]) -> None:
+        self._block, self._written = block, written
         self._tensors: list[tuple[dict[str, Any], str, Tensor, bool]] = []
-        self._settings: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._settings: _Places = []
         for module in block.modules():
             for place in (module._parameters, module._buffers):
                 for name, tensor in place.items():
@@ -44,23 +51,26 @@ class BlockState:
         backward begins, and hooks and adapters may be switched off."""
         others, trained = self._changed()
         before = [{name: place[name] for name in other} for place, other in others]
+        written: list[tuple[Tensor, Tensor]] = []
         try:
             for place, other in others:
                 place.update(other)
             for tensor, trains in trained:
                 tensor.requires_grad_(trains)
+            for buffer in map(self._block.get_buffer, self._written):
+                written.append((buffer, buffer.detach().clone()))
             yield
         finally:
+            for buffer, value in written:  # by the first run as well
+                buffer.data.copy_(value)  # past autograd, which would take the write for a change
             for tensor, trains in trained:
                 tensor.requires_grad_(not trains)
             for (place, _), other in zip(others, before, strict=True):
                 place.update(other)
 
-    def _changed(
-        self,
-    ) -> tuple[list[tuple[dict[str, Any], dict[str, Any]]], list[tuple[Tensor, bool]]]:
+    def _changed(self) -> tuple[_Places, list[tuple[Tensor, bool]]]:
         """What has another value now, with that of the first run."""
-        others: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        others: _Places = [
             (place, {name: tensor})
             for place, name, tensor, _ in self._tensors
             if place.get(name, tensor) is not tensor
@@ -108,15 +118,3 @@ def _settings_of(module: nn.Module) -> dict[str, Any]:
             if _PLAIN.issuperset(map(type, items)):
                 found[name] = copy.copy(value)
     return found
-
-
-@contextlib.contextmanager
-def as_they_were(block: nn.Module, names: tuple[str, ...]) -> Iterator[None]:
-    """Put back what a second run writes into buffers: the first one has written it."""
-    buffers = [block.get_buffer(name) for name in names]
-    before = [buffer.detach().clone() for buffer in buffers]
-    try:
-        yield
-    finally:
-        for buffer, value in zip(buffers, before, strict=True):
-            buffer.data.copy_(value)  # past autograd, which would take the write for a change

@@ -96,6 +96,7 @@ class DeferChannelNorms(ForwardMode):
 
 
 _NORMS: tuple[Callable[..., Any], ...] = (F.batch_norm, F.group_norm, F.instance_norm)
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def deferred_norm(given: ChannelNormCall) -> Deferred | None:
@@ -139,12 +140,9 @@ def _fit(x: Tensor, vectors: list[Tensor]) -> bool:
 
 
 def _are_plain(given: ChannelNormCall) -> bool:
-    if not (given.x.is_contiguous() or (not given.groups and _has_channels_last(given.x))):
+    x = given.x
+    last = _CHANNELS_LAST.get(x.dim()) if not given.groups else None
+    if not (x.is_contiguous() or (last is not None and x.is_contiguous(memory_format=last))):
         return False
     tracks = (given.running_mean is None) == (given.running_var is None)
     return tracks and isinstance(given.eps, float) and isinstance(given.momentum, float)
-
-
-def _has_channels_last(x: Tensor) -> bool:
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lowmem_patch.functional import backward_number, in_compiler, is_checkpoint_packing, unwritten
-from lowmem_patch.nn.block_state import BlockState, as_they_were, is_gathered
+from lowmem_patch.nn.block_state import BlockState, is_gathered
 from lowmem_patch.nn.caches import ForwardCaches, without_empty_caches
 from lowmem_patch.nn.context import trains_here
 from lowmem_patch.nn.deferred import detached_of, value_of
@@ -94,7 +94,8 @@ def checkpointed(
     if saves_nothing(block):
         return forward(*args, **kwargs)
     compiling = in_compiler()
-    if not compiling and _is_run_again():
+    # somebody else checkpoints what is running, or runs it again in backward
+    if not compiling and (backward_number() != -1 or is_checkpoint_packing()):
         return forward(*args, **kwargs)
     taken = without_empty_caches(block, how.caches, args, kwargs, how.repeats)
     if taken is None:
@@ -113,11 +114,6 @@ def saves_nothing(block: nn.Module) -> bool:
 def is_switched_on(block: nn.Module) -> bool:
     """Whether transformers' or timm's own checkpointing is on in the block."""
     return any(module.__dict__.get(name) for module in block.modules() for name in SWITCHES)
-
-
-def _is_run_again() -> bool:
-    """Whether somebody else checkpoints what is running, or runs it again in backward."""
-    return backward_number() != -1 or is_checkpoint_packing()
 
 
 class _Place(int):
@@ -143,10 +139,8 @@ def input_among(given: list[Tensor]) -> Tensor | None:
 
 
 def given_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors among the arguments of a block."""
     given: list[Tensor] = []
-    for value in (*args, *kwargs.values()):
-        _taken_out(value, given)
+    _taken_out((*args, *kwargs.values()), given)
     return given
 
 
@@ -159,8 +153,6 @@ def _put_back(value: Any, tensors: tuple[Tensor, ...]) -> Any:
 
 
 class _Run:
-    """One run of a block."""
-
     def __init__(
         self,
         block: nn.Module,
@@ -170,7 +162,7 @@ class _Run:
         kwargs: dict[str, Any],
     ) -> None:
         self.block, self.how, self.forward = block, how, forward
-        self.state = BlockState(block)
+        self.state = BlockState(block, how.buffers)
         given: list[Tensor] = []
         self.args = _taken_out(args, given)
         self.kwargs = {name: _taken_out(value, given) for name, value in kwargs.items()}
@@ -196,8 +188,10 @@ class _Run:
     def checkpointed(self) -> Any:
         fake = any(isinstance(tensor, FakeTensor) for tensor in self.saved)
         contexts: dict[str, Any] = {"context_fn": _around_attention} if self.how.attention else {}
-        call = self._call() if self.how.continues and self.input is not None else None
         saved = self.saved
+        call = None
+        if self.how.continues and self.input is not None:
+            call = Call(self._body, saved, self.place, self.waits, halves=self.how.halves)
         packing: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self.waits is not None:
             packing = _Packing(saved[self.place], self.waits)
@@ -218,38 +212,26 @@ class _Run:
             tensors = tuple(tensor.detach().requires_grad_(trains) for tensor, trains in pairs)
         self.runs += 1
         # a tensor of a subclass whose backward() runs leaves torch functions off, which deferred tensors need
-        with contextlib.ExitStack() as contexts, torch._C._EnableTorchFunction():
-            if self.runs > 1:
-                contexts.enter_context(self.state.restored())
-                contexts.enter_context(as_they_were(self.block, self.how.buffers))
-            return self.forward(*_put_back(self.args, tensors), **self._keywords(tensors))
-
-    def _keywords(self, tensors: tuple[Tensor, ...]) -> dict[str, Any]:
-        return {name: _put_back(value, tensors) for name, value in self.kwargs.items()}
-
-    def _call(self) -> Call:
-        """What gives the output again."""
-        return Call(self._body, self.saved, self.place, self.waits, halves=self.how.halves)
+        again: Any = self.state.restored() if self.runs > 1 else contextlib.nullcontext()
+        with again, torch._C._EnableTorchFunction():
+            named = {name: _put_back(value, tensors) for name, value in self.kwargs.items()}
+            return self.forward(*_put_back(self.args, tensors), **named)
 
 
-class _Packing(contextlib.AbstractContextManager[None]):
-    """A context in which what waits for a block's input is saved in its place."""
+class _Packing(torch.autograd.graph.saved_tensors_hooks):
+    """Inside, what waits for a block's input is saved in its place."""
 
     def __init__(self, given: Tensor, waits: Any) -> None:
-        self.input: Tensor | None = given
-        self.waits = waits
-        self.hooks: Any = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self.held = held = [given, waits]
 
-    def __enter__(self) -> None:
-        self.hooks.__enter__()
+        def pack(tensor: Tensor) -> Any:
+            return held[1] if _is_same(tensor, held[0]) else (tensor, tensor._version)
+
+        super().__init__(pack, _unpack)
 
     def __exit__(self, *error: object) -> None:
-        self.hooks.__exit__(*error)
-        # autograd holds the hook as long as what it packed
-        self.input = self.waits = self.hooks = None
-
-    def _pack(self, tensor: Tensor) -> Any:
-        return self.waits if _is_same(tensor, self.input) else (tensor, tensor._version)
+        super().__exit__(*error)
+        self.held.clear()  # autograd holds the hook as long as what it packed
 
 
 def _unpack(packed: Any) -> Tensor:
@@ -260,10 +242,9 @@ def _unpack(packed: Any) -> Tensor:
     return unwritten(tensor, version, "a block that runs again was given; write into a copy of it")
 
 
-def _is_same(one: Tensor, other: Tensor | None) -> bool:
+def _is_same(one: Tensor, other: Tensor) -> bool:
     return one is other or (
-        other is not None
-        and one.untyped_storage()._cdata == other.untyped_storage()._cdata
+        one.untyped_storage()._cdata == other.untyped_storage()._cdata
         and (one.shape, one.stride(), one.storage_offset())
         == (other.shape, other.stride(), other.storage_offset())
     )
@@ -287,17 +268,15 @@ class _AttentionOnce(AroundForward):
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not role_of(function_name(func)).has(Role.FUSED_ATTENTION):
             return func(*args, **kwargs)
-        with self._mode():
-            return func(*args, **kwargs)
-
-    def _mode(self) -> Any:
         if self.saves:
             make: Any = create_selective_checkpoint_contexts  # has no types
-            first, second = make(_saves_attention)
+            mode, second = make(_saves_attention)
             self.seconds.append(second)
-            return first
-        self.calls += 1
-        return self.seconds[self.calls - 1]
+        else:
+            mode = self.seconds[self.calls]
+            self.calls += 1
+        with mode:
+            return func(*args, **kwargs)
 
 
 def _saves_attention(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:

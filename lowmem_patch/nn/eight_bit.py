@@ -17,6 +17,7 @@ Linear's output, attention and the Linear behind it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple, TypeGuard
@@ -108,8 +109,7 @@ def _stores_input(
     module: nn.Module, once: bool, given: Own | None, /, *args: Any, **kwargs: Any
 ) -> Any:
     if in_compiler():
-        stored = len(args) == 1 and not kwargs and _is_storable_in_graph(args[0])
-        y = _in_graph(module, given, args[0]) if stored else None
+        y = _in_graph(module, given, args[0]) if len(args) == 1 and not kwargs else None
         return inner_forward(module, given)(*args, **kwargs) if y is None else y
     if type(module) is nn.Linear and given is None and len(args) == 1 and not kwargs:
         x = args[0]
@@ -155,14 +155,11 @@ def _directly(linear: nn.Linear, once: bool, x: Any) -> Tensor | None:
     return stored_linear(x, weight, bias, dtype)
 
 
-def _is_storable_in_graph(x: Any) -> bool:
-    """Whether a compiler's backward may read 8 bits in the place of this input."""
-    ours = isinstance(x, Deferred) or (isinstance(x, Tensor) and not is_foreign(x))
-    return trains_here() and ours and x.dtype in EIGHT_BIT_DTYPES
-
-
 def _in_graph(module: nn.Module, given: Own | None, x: Tensor) -> Tensor | None:
     """A Linear or a LoRA layer as a compiler sees it, with its input stored; None where that is in full."""
+    ours = isinstance(x, Deferred) or (isinstance(x, Tensor) and not is_foreign(x))
+    if not (trains_here() and ours and x.dtype in EIGHT_BIT_DTYPES):
+        return None
     if isinstance(given, partial) and given.func is forward_as_one:
         y: Tensor = forward_as_one(module, *given.args[1:], x, stored=True)
         return y
@@ -269,18 +266,15 @@ class _AttentionInEightBits(ForwardMode):
 
 def _packed_storages(parts: Iterable[Tensor]) -> frozenset[int]:
     """The storages that these tensors cover together, as parts of one Linear's output do."""
-    elements: dict[int, int] = {}
-    whole: dict[int, int] = {}
-    seen = set()
-    for part in parts:
-        key = _storage_key(part)
-        place = (key, part.storage_offset(), part.shape)
-        if key is None or place in seen:
-            continue
-        seen.add(place)
-        elements[key] = elements.get(key, 0) + part.numel()
-        whole[key] = part.untyped_storage().nbytes() // part.element_size()
-    return frozenset(key for key, count in elements.items() if count == whole[key])
+    others = {(_storage_key(one), one.storage_offset(), one.shape): one for one in parts}
+    covered: Counter[int | None] = Counter()
+    for (key, *_), part in others.items():
+        covered[key] += 0 if key is None else part.nbytes
+    return frozenset(
+        key
+        for (key, *_), part in others.items()
+        if key is not None and covered[key] == part.untyped_storage().nbytes()
+    )
 
 
 def _may_store() -> bool:
@@ -303,25 +297,17 @@ class _Stored(NamedTuple):
 
     Attributes:
         parts: integers and scales, as who packs what we save gave them.
-        unpack: of who packs; None where nobody does.
     """
 
     memory: Memory
     parts: tuple[Any, Any]
-    unpack: Any
     size: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
 
 
-class _Packed(NamedTuple):
-    """What somebody else who packs gave in the place of a tensor."""
-
-    packed: Any
-    unpack: Any
-
-
-_Saved = _Stored | _Packed | tuple[Tensor, int]
+# the second is what somebody else who packs gave in the place of a tensor
+_Saved = _Stored | partial[Tensor] | tuple[Tensor, int]
 
 
 class _Storing(torch.autograd.graph.saved_tensors_hooks):
@@ -353,7 +339,7 @@ class _Storing(torch.autograd.graph.saved_tensors_hooks):
             if is_stored(tensor) and _is_storable(tensor):
                 return _store(tensor, outer, packed, shared=shared)
             if outer is not None:
-                return _Packed(outer[0](tensor), outer[1])
+                return partial(outer[1], outer[0](tensor))
             return as_it_is(tensor)
 
         pack.__dict__["outer"] = outer  # for `checkpointed_block`
@@ -370,24 +356,23 @@ def _store(tensor: Tensor, outer: Any, packed: frozenset[int], *, shared: bool) 
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         strides, offset = tensor.stride(), 0
     memory = Memory.of(tensor, outer) if shared else Memory(tensor.dtype, tensor._version, outer)
-    parts, unpack = memory.packed, None
-    if outer is not None:
-        unpack = outer[1]
-        if parts is None:
-            integers, scales = memory_in_eight_bits(tensor)  # they hold nothing, and are held here
-            parts = memory.packed = (outer[0](integers), outer[0](scales))
-    else:
+    if outer is None:
         parts = memory.parts(tensor)
+    else:
+        if memory.packed is None:
+            integers, scales = memory_in_eight_bits(tensor)  # they hold nothing, and are held here
+            memory.packed = (outer[0](integers), outer[0](scales))
+        parts = memory.packed
     memory.saved()
-    return _Stored(memory, parts, unpack, size, strides, offset)
+    return _Stored(memory, parts, size, strides, offset)
 
 
 def _read(saved: _Saved) -> Tensor:
     refuse_second_order("eight_bit_storage")
     if isinstance(saved, _Stored):
-        values = saved.memory.read(*saved.parts, saved.unpack)
+        memory = saved.memory
+        values = memory.read(*saved.parts, None if memory.packer is None else memory.packer[1])
         return values.as_strided(saved.size, saved.strides, saved.offset)
-    if isinstance(saved, _Packed):
-        tensor: Tensor = saved.unpack(saved.packed)
-        return tensor
+    if isinstance(saved, partial):
+        return saved()
     return unwritten(*saved, "a module with 8-bit storage saved as it is")

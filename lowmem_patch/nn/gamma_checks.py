@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -36,28 +37,24 @@ class Extremes(NamedTuple):
     """What is asked of one norm's gamma and beta.
 
     Attributes:
-        inverse, largest: 1 / min |gamma|, and max |gamma|.
         shift, ratio: max |beta / gamma|, and min |gamma| / max |gamma|.
         pair: the same ratio of the two gammas of a pair that a rotation turns, the least of all pairs.
     """
 
-    inverse: float
-    largest: float
     shift: float
     ratio: float
     pair: float
 
     @staticmethod
     def of(inverse: float, largest: float, shift: float, pair: float) -> Extremes:
-        product = inverse * largest
-        return Extremes(inverse, largest, shift, 1.0 / product if product > 0.0 else 0.0, pair)
+        """From 1 / min |gamma| and max |gamma|."""
+        return Extremes(shift, 1.0 / (inverse * largest) if largest else 0.0, pair)
 
     def tell_z_turned(self) -> bool:
         """Whether a rotated output tells z: one gamma's rounding error is divided by the other's."""
         return self.pair >= _SMALLEST_PAIR * (1.0 + self.shift)
 
 
-_IDENTITY = Extremes.of(1.0, 1.0, 0.0, 1.0)
 _event: Any = torch.cuda.Event  # has no types
 
 
@@ -101,7 +98,7 @@ class GammaCheck:
     Args:
         weight, bias: the vectors, each a tensor or None. They are held: another tensor may come to lie at the
             address of one that is gone.
-        reading: what is found, None where it is known that the output tells z.
+        reading: what is found, None where nobody asks for that.
         place: of the norm in ``reading``.
 
     Attributes:
@@ -148,8 +145,7 @@ class GammaCheck:
 
     def found(self) -> Extremes:
         """What was found; waits for the device."""
-        if self._reading is None:
-            return _IDENTITY
+        assert self._reading is not None
         return self._reading.values()[self._place]
 
 
@@ -161,6 +157,7 @@ def _marks(weight: Tensor | None, bias: Tensor | None) -> tuple[int, int, int, i
     return place, version, bias.data_ptr(), bias._version
 
 
+@dataclasses.dataclass(eq=False)
 class GammaChecks:
     """The checks of one norm's gamma and beta; no attributes of the module, which take long to set.
 
@@ -170,52 +167,33 @@ class GammaChecks:
         of_last_forward: that of the forward before, from which gamma's steps are known.
         recovers_z: what the last one told, for torch.compile, under which nobody checks.
         assumed: what a check would tell, for a copy without data.
-        assumed_turned: the same of a rotated output, by the width of a head and its columns that turn.
+        look: what a check would find there, for pairs of columns that a rotation turns.
         gathered: weights are sharded (FSDP2): gamma is whole for a block's run alone, and nobody checks.
         smallest_ratio: of the least |gamma| to the largest, where the output tells z.
         largest_shift: of |beta / gamma| there.
         pairs: which columns a rotation turns: the width of a head, and how many of these; None: not known.
     """
 
-    __slots__ = (
-        "_before", "_decided", "_writes", "assumed", "assumed_turned", "gathered", "largest_shift", "last",
-        "of_forward", "of_last_forward", "pairs", "recovers_z", "smallest_ratio",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        recovers_z: bool = True,
-        smallest_ratio: float = _SMALLEST_RATIO,
-        largest_shift: float = _LARGEST_SHIFT,
-    ) -> None:
-        self.smallest_ratio, self.largest_shift = smallest_ratio, largest_shift
-        self.last: GammaCheck | None = None
-        self.of_forward: GammaCheck | None = None
-        self.of_last_forward: GammaCheck | None = None
-        self.recovers_z = recovers_z
-        self.assumed: bool | None = None
-        self.assumed_turned: Callable[[int, int], bool] | None = None
-        self.gathered = False
-        self.pairs: tuple[int, int] | None = None
-        self._before: tuple[Extremes, ...] = ()  # of the last three forwards
-        self._writes: tuple[int, ...] | None = None  # of one step
-        self._decided: Any = weakref.WeakKeyDictionary()  # by block, then by gamma and beta
+    recovers_z: bool = True
+    smallest_ratio: float = _SMALLEST_RATIO
+    largest_shift: float = _LARGEST_SHIFT
+    last: GammaCheck | None = None
+    of_forward: GammaCheck | None = None
+    of_last_forward: GammaCheck | None = None
+    assumed: bool | None = None
+    look: Callable[[tuple[int, int]], Extremes | None] | None = None
+    gathered: bool = False
+    pairs: tuple[int, int] | None = None
+    _before: tuple[Extremes, ...] = ()  # of the last three forwards
+    _writes: tuple[int, ...] | None = None  # of one step
+    # by block, then by gamma and beta
+    _decided: Any = dataclasses.field(default_factory=weakref.WeakKeyDictionary)
 
     def __reduce__(self) -> Any:  # the tensors of a copy are others
         return GammaChecks, (self.recovers_z, self.smallest_ratio, self.largest_shift)
 
     def tells_z(self, found: Extremes) -> bool:
-        """Whether the output tells z."""
-        few = found.inverse * found.largest > 1.0 / self.smallest_ratio
-        return not (few or found.largest == 0.0 or found.shift > self.largest_shift)
-
-    def tells_z_turned(self) -> bool:
-        """Whether a rotated output tells z, too. Of a gamma for whose check the forward does not wait, the
-        forward before says so."""
-        check = self.of_forward or self.last or self.of_last_forward
-        if check is not None and check.expected is not None and self.of_last_forward is not None:
-            check = self.of_last_forward
-        return check is not None and check.found().tell_z_turned()
+        return not (found.ratio < self.smallest_ratio or found.shift > self.largest_shift)
 
     def told(self, check: GammaCheck) -> bool:
         """Whether the output tells z of the gamma of ``check``; waits for the device."""

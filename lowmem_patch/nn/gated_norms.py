@@ -7,22 +7,16 @@ product and the norm again; where others read it, or a compiler looks on, the no
 
 from __future__ import annotations
 
+from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowmem_patch.formulas import FORWARD
-from lowmem_patch.functional import (
-    ActivationKind,
-    Affine,
-    NormSettings,
-    activation,
-    in_compiler,
-    ms_norm,
-)
-from lowmem_patch.nn.context import is_foreign, may_be_freed, needs_gradient
+from lowmem_patch.functional import ActivationKind, NormSettings, activation, in_compiler, ms_norm
+from lowmem_patch.nn.context import is_foreign, needs_gradient
 from lowmem_patch.nn.deferred import value_of
 from lowmem_patch.nn.deferred_norms import norm_of_computed
 from lowmem_patch.nn.deferred_ops import Activation, Normed
@@ -60,26 +54,20 @@ class GatedMSRMSNorm(MSRMSNorm):
             y = self.normed(x, dtype)
             return y if gate is None else self._product(self.gating, gate, value_of(y))
         given = x if gate is None else self._multiplied(gate, x)
-        groups = None if self.groups == 1 else self._groups_of(x, dtype)
-        made = norm_of_computed(self, given, None if groups is None else groups.norm)
-        if made is not None:
-            return made
-        given = value_of(given)
-        return self.normed(given, dtype) if groups is None else self._of_groups(given, groups)
+        if self.groups > 1:
+            return self._of_groups(given, x, dtype)
+        made = norm_of_computed(self, given)
+        return self.normed(value_of(given), dtype) if made is None else made
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         x, gate = self.arguments
-        if not kwargs and len(args) == 2:
-            given = dict(zip(self.arguments, args, strict=True))
-        else:
-            given = dict(zip(self.arguments, args, strict=False)) | kwargs
+        given = dict(zip(self.arguments, args, strict=False)) | kwargs
         whole = len(given) == len(args) + len(kwargs) and given.keys() <= {x, gate}
         if not whole or x not in given or (self.needs_gate and given.get(gate) is None):
             raise TypeError(f"{type(self).__name__} takes {x} and {gate}")
         return given[x], given.get(gate)
 
     def _product(self, gating: Activation, gate: Tensor, y: Tensor) -> Tensor:
-        """The norm's output times the gate."""
         waits = needs_gradient(gate) or needs_gradient(y)
         if waits and _are_alike(gate, y) and not is_foreign(gate) and not is_foreign(y):
             return gating.of((gate, y))
@@ -98,20 +86,19 @@ class GatedMSRMSNorm(MSRMSNorm):
         wide = torch.promote_types(torch.promote_types(gate.dtype, x.dtype), torch.float32)
         return x.to(wide) * FORWARD[self.kind](gate.to(wide))
 
-    def _groups_of(self, x: Tensor, dtype: torch.dtype) -> _Groups:
-        low = min(dtype, x.dtype, key=attrgetter("itemsize"))
-        return _Groups(self.groups, self.settings_for(x), low, dtype)
-
-    def _of_groups(self, x: Tensor, groups: _Groups) -> Tensor:
+    def _of_groups(self, given: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
         """The norm of each group: z is saved, and the Linear computes the product again."""
+        low = min(dtype, x.dtype, key=attrgetter("itemsize"))
+        norm = partial(_norm_of_groups, self.groups, self.settings_for(x), low, dtype)
+        made = norm_of_computed(self, given, lambda x, weight: norm(x, weight)[0])
+        if made is not None:
+            return made
         weight = self.weight
         assert weight is not None
-        z = groups.normalized(x)
-        y = groups.scaled(z, weight)
+        y, z = norm(value_of(given), weight)
         if in_compiler() or not needs_gradient(z) or is_foreign(z) or is_foreign(weight):
             return y
-        held = weight.detach().clone() if may_be_freed() else weight
-        return attach(y, Normed(False, Affine(held, None, self.settings)), (z,))
+        return attach(y, Normed(False, self._affine(weight, None)), (z,))
 
     def extra_repr(self) -> str:
         form = "norm(x) * {}(gate)" if self.gating is not None else "norm(x * {}(gate))"
@@ -123,23 +110,16 @@ def _are_alike(gate: Tensor, other: Tensor) -> bool:
     return gate.dtype == other.dtype and gate.shape == other.shape
 
 
-class _Groups(NamedTuple):
-    """An RMSNorm of each of several groups of channels, whose weight has a number for each channel; z is made
-    in the dtype ``low``, and the product with the weight is cast to ``dtype``."""
-
-    number: int
-    settings: NormSettings
-    low: torch.dtype
-    dtype: torch.dtype
-
-    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self.scaled(self.normalized(x), weight)
-
-    def normalized(self, x: Tensor) -> Tensor:
-        """z."""
-        split = x.reshape(*x.shape[:-1], self.number, x.shape[-1] // self.number)
-        return ms_norm(split, None, None, self.settings, self.low)[0].view(x.shape)
-
-    def scaled(self, z: Tensor, weight: Tensor) -> Tensor:
-        """z times the weight."""
-        return torch.mul(z, weight).to(self.dtype)
+def _norm_of_groups(
+    groups: int,
+    settings: NormSettings,
+    low: torch.dtype,
+    dtype: torch.dtype,
+    x: Tensor,
+    weight: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The RMSNorm of each of several groups of channels in ``dtype``, and z in the dtype ``low``; the weight
+    has a number for each channel."""
+    split = x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
+    z = ms_norm(split, None, None, settings, low)[0].view(x.shape)
+    return torch.mul(z, weight).to(dtype), z

@@ -35,11 +35,6 @@ class _Layout(NamedTuple):
     strides: tuple[int, ...]
     dtype: torch.dtype
 
-    @staticmethod
-    def of(tensor: Tensor) -> _Layout:
-        strides = torch.empty_like(tensor, device="meta").stride()
-        return _Layout(tuple(tensor.shape), strides, tensor.dtype)
-
 
 def buffer_bytes(size: int) -> int:
     """Of the buffer for a tensor: a power of two, as torch takes pinned memory. Tensors of many lengths share
@@ -76,13 +71,14 @@ class HostMemory:
         source = tensor if source is None else source
         copies = [reference() for reference in self.kept]
         for known in copies:
-            if known is not None and known.is_of(source):
+            if known is not None and known.source() is source and known.version == source._version:
                 return known
-        copy = HostCopy(self, tensor.detach(), _Layout.of(tensor), source)
+        strides = torch.empty_like(tensor, device="meta").stride()
+        layout = _Layout(tuple(tensor.shape), strides, tensor.dtype)
+        copy = HostCopy(self, tensor.detach(), layout, source)
         self.kept = [weakref.ref(known) for known in (*copies, copy) if known is not None]
         self.leaving.append(weakref.ref(copy))
-        while len(self.leaving) > _LEAVING:  # the computation waits for the first
-            self._release()
+        self.release(_LEAVING)
         return copy
 
     def keep_storage(self, tensor: Tensor) -> HostCopy:
@@ -105,11 +101,19 @@ class HostMemory:
         copy.readers += 1
         return copy
 
-    def stream(self, device: torch.device) -> Any:
+    def copied(self, to: Tensor, source: Tensor, device: torch.device) -> tuple[Any, Any]:
+        """When ``source`` will have been copied, and the stream of the computation; on a CPU it has been."""
+        if device.type != "cuda":
+            to.copy_(source)
+            return None, None
         if device not in self.streams:
             make: Any = torch.cuda.Stream  # has no types
             self.streams[device] = make(device)
-        return self.streams[device]
+        stream, computes = self.streams[device], torch.cuda.current_stream(device)
+        stream.wait_stream(computes)
+        with torch.cuda.stream(stream):
+            to.copy_(source, non_blocking=True)
+            return stream.record_event(), computes
 
     def buffer(self, size: int, device: torch.device) -> Tensor:
         """One for a tensor of a device: what streams of two devices do has no order."""
@@ -124,16 +128,13 @@ class HostMemory:
                 "budget (fit=), or raise the limit of locked memory (ulimit -l)"
             ) from error
 
-    def release(self) -> None:
-        """Hold no input more."""
-        while self.leaving:
-            self._release()
-
-    def _release(self) -> None:
-        with contextlib.suppress(IndexError):  # another thread took the last
-            copy = self.leaving.popleft()()
-            if copy is not None:
-                copy.has_left()
+    def release(self, most: int = 0) -> None:
+        """Hold at most so many inputs; the computation waits for the first ones."""
+        while len(self.leaving) > most:
+            with contextlib.suppress(IndexError):  # another thread took the last
+                copy = self.leaving.popleft()()
+                if copy is not None:
+                    copy.has_left()
 
     def before(self, copy: HostCopy) -> HostCopy | None:
         """What was kept before ``copy``: backward asks for it next."""
@@ -146,7 +147,8 @@ class HostCopy:
     """One tensor in host memory, or the memory that several have; `value` gives it back on its device.
 
     Attributes:
-        leaving: the tensor while it is being copied, and when it will have been.
+        leaving: the tensor while it is being copied, when it will have been, and the stream of the
+            computation there; ``coming`` likewise.
         readers: how often autograd will ask for the memory in one backward; 0 for a tensor.
         storage: of the memory.
         run: of a block, in which it was made.
@@ -159,22 +161,17 @@ class HostCopy:
         self.memory, self.device, self.layout = memory, tensor.device, layout
         self.size = math.prod(layout.shape) * layout.dtype.itemsize
         self.source, self.version = weakref.ref(source), source._version
-        self.coming: tuple[Tensor, Any] | None = None
+        self.coming: tuple[Tensor, Any, Any] | None = None
         self.buffer: Tensor | None = None
         self.like: Tensor | None = None
         self.written: Tensor | None = None  # since, so that the copy may be of other values
         self.readers = self.read = 0
-        self.reads_on: Any = None  # the stream of the computation in the forward
-        self.came_on: Any = None  # and in the backward
-        self.leaving: tuple[Tensor, Any] | None = (tensor, None)
+        self.leaving: tuple[Tensor, Any, Any] | None = (tensor, None, None)
         if isinstance(tensor, FakeTensor):  # there are no values
             self.like = tensor.new_empty(0, dtype=layout.dtype)
         else:
             self._leave(tensor)
         memory.bytes += self.size
-
-    def is_of(self, tensor: Tensor) -> bool:
-        return self.source() is tensor and self.version == tensor._version
 
     def __del__(self) -> None:
         self.has_left()  # a graph that nobody runs backward through lets go, too
@@ -194,25 +191,18 @@ class HostCopy:
         self.buffer = self.memory.buffer(buffer_bytes(self.size), self.device)
         values = tensor
         if tensor.dtype != self.layout.dtype or tensor.shape != self.layout.shape:
-            values = _bytes_of(tensor)
-        if not tensor.is_cuda:
-            self._on_host().copy_(values)
-            return
-        stream = self.memory.stream(self.device)
-        self.reads_on = torch.cuda.current_stream(self.device)
-        stream.wait_stream(self.reads_on)
-        with torch.cuda.stream(stream):
-            self._on_host().copy_(values, non_blocking=True)
-            self.leaving = tensor, stream.record_event()
+            values = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            values.set_(tensor.untyped_storage())
+        self.leaving = tensor, *self.memory.copied(self._on_host(), values, self.device)
 
     def has_left(self) -> None:
         """Hold the tensor no more. The computation waits until its copy is made."""
         if self.leaving is None:
             return
-        (tensor, copied), self.leaving = self.leaving, None
+        (tensor, copied, computes), self.leaving = self.leaving, None
         if copied is not None:
             # whoever lets go, the memory is given to the stream that had it
-            self.reads_on.wait_event(copied)
+            computes.wait_event(copied)
             self.written = tensor if tensor._version != self.version else None
 
     def come(self) -> None:
@@ -221,25 +211,17 @@ class HostCopy:
             return
         shape, strides, dtype = self.layout
         if self.like is not None:
-            self.coming = self.like.new_empty_strided(shape, strides), None
+            self.coming = self.like.new_empty_strided(shape, strides), None, None
             return
         # for the stream that reads it; others may have had its memory until now
         tensor = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
-        if not tensor.is_cuda:
-            self.coming = tensor.copy_(self._on_host()), None
-            return
-        stream = self.memory.stream(self.device)
-        self.came_on = torch.cuda.current_stream(self.device)
-        stream.wait_stream(self.came_on)
-        with torch.cuda.stream(stream):
-            tensor.copy_(self._on_host(), non_blocking=True)
-            self.coming = tensor, stream.record_event()
+        self.coming = tensor, *self.memory.copied(tensor, self._on_host(), self.device)
 
     def go(self) -> None:
         """Hold nothing on the device that came back."""
         if self.coming is not None and self.coming[1] is not None:
             # nobody gets the memory that the other stream still writes
-            self.came_on.wait_event(self.coming[1])
+            self.coming[2].wait_event(self.coming[1])
         self.coming, self.read = None, 0
 
     def value(self) -> Tensor:
@@ -255,7 +237,7 @@ class HostCopy:
         with torch.no_grad():
             self.come()
             assert self.coming is not None
-            tensor, copied = self.coming
+            tensor, copied, _ = self.coming
             if copied is not None:
                 torch.cuda.current_stream(self.device).wait_event(copied)
             self.read += 1
@@ -265,9 +247,3 @@ class HostCopy:
             if ahead is not None and ahead.device == self.device:
                 ahead.come()
         return tensor
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """The whole memory of a tensor."""
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return flat.set_(tensor.untyped_storage())

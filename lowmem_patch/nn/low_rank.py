@@ -1,18 +1,26 @@
-"""What a LoRA layer computes, read off its modules: a product and low-rank products, or something else."""
+"""What a LoRA layer computes, read off its modules: a product and low-rank products, or something else.
+
+A frozen base of 4 bits (QLoRA) is unpacked for each product. PEFT's layer runs bitsandbytes' Linear, copies
+its result and adds the adapter's product to that: four more passes over the output, and two tensors of its
+size for a while. The op adds the product where it lies.
+"""
 
 from __future__ import annotations
 
+import sys
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lowmem_patch.functional import LowRank, PackedWeight, is_ordinary
+from lowmem_patch.nn.activations import PackedDropout
 from lowmem_patch.nn.context import autocast_dtype, has_hooks, is_foreign, own_tensor
-from lowmem_patch.nn.dropout import PackedDropout
 from lowmem_patch.nn.op import Projection
 from lowmem_patch.nn.own import runs_class_forward
-from lowmem_patch.nn.packed_weights import is_four_bit, packed_weight
+
+_FILE_OF_FOUR_BITS = "bitsandbytes.nn.modules"
 
 
 class Products(NamedTuple):
@@ -39,9 +47,13 @@ def low_rank_products(layer: Any, given: torch.dtype, low_precision: bool) -> Pr
     base = _plain_base(layer)
     if base is None:
         return None
-    autocast = autocast_dtype(own_tensor(base, "weight").device.type, given)
+    weight: Any = own_tensor(base, "weight")
+    autocast = autocast_dtype(weight.device.type, given)
     dtype = given if autocast is None else autocast
-    weight = _weight_of(base, given, dtype)
+    if type(base) is not nn.Linear:  # somebody may trace what unpacks it
+        weight = packed_weight(base, given, dtype) if is_ordinary() else None
+    elif is_foreign(weight):
+        return None
     if weight is None or (autocast is None and weight.dtype != given):
         return None
     adapters = _adapters(layer, given, autocast, low_precision)
@@ -68,7 +80,11 @@ def _adapters(
             return []
         own = adapter.lora_A.dtype
         seen = own if getattr(layer, "cast_input_dtype_enabled", True) else given
-        if not _has_dtype_of_base(given, autocast, seen, own, low_precision):
+        lowered = low_precision and given.itemsize < seen.itemsize
+        alike = own == seen and (seen == given or lowered)
+        if not (
+            alike if autocast is None else seen != torch.float64
+        ):  # which autocast leaves alone
             return []
         adapters.append(adapter)
     return adapters
@@ -83,16 +99,6 @@ def _plain_base(layer: Any) -> Any:
     if type(base) is not nn.Linear and not is_four_bit(base):
         return None
     return None if own_tensor(base, "weight") is None else base
-
-
-def _weight_of(base: Any, given: torch.dtype, dtype: torch.dtype) -> Tensor | PackedWeight | None:
-    """The weight that a base multiplies an input of ``given`` with in ``dtype``; None where it is sharded, or
-    somebody traces what unpacks it."""
-    if type(base) is not nn.Linear:
-        return packed_weight(base, given, dtype) if is_ordinary() else None
-    weight: Any = own_tensor(base, "weight")
-    found: Tensor | None = None if is_foreign(weight) else weight
-    return found
 
 
 def _low_rank(
@@ -132,29 +138,51 @@ def _weight(part: nn.Module) -> Tensor | None:
 
 
 def _is_identity(dropout: nn.Module) -> bool:
-    """Whether a dropout gives what it is given."""
     if type(dropout) is nn.Identity:
         return not _is_watched(dropout)
     plain = type(dropout) in (nn.Dropout, PackedDropout) and not _is_watched(dropout)
     return plain and not (dropout.training and dropout.p)
 
 
-def _has_dtype_of_base(
-    given: torch.dtype,
-    autocast: torch.dtype | None,
-    seen: torch.dtype,
-    own: torch.dtype,
-    low_precision: bool,
-) -> bool:
-    """Whether an adapter's product has the dtype of the base's.
+def is_four_bit(base: nn.Module) -> bool:
+    """Whether this is bitsandbytes' Linear of 4 bits, whose class has its own forward still."""
+    kind: Any = type(base)
+    if kind.__name__ != "Linear4bit" or kind.__module__ != _FILE_OF_FOUR_BITS:
+        return False
+    return getattr(kind.forward, "__globals__", {}).get("__name__") == _FILE_OF_FOUR_BITS
+
+
+def packed_weight(base: Any, given: torch.dtype, dtype: torch.dtype) -> PackedWeight | None:
+    """The weight of such a Linear.
+
+    None where the Linear does not multiply an input of ``given`` in ``dtype``, or its weight is not as
+    bitsandbytes lays it out (on its way to a device, sharded, reordered for a CPU's kernels). Nor where the
+    Linear has more to do: it casts a bias in place, and versions differ in how they unpack to a wider dtype.
+    """
+    weight, bias = base._parameters.get("weight"), base._parameters.get("bias")
+    state = getattr(weight, "quant_state", None)
+    # without a dtype of its own it takes that of its first input
+    if state is None or dtype != (base.compute_dtype or given):
+        return None
+    if state.dtype not in (dtype, torch.float32) or (bias is not None and bias.dtype != dtype):
+        return None
+    shape: Any = torch.Size(state.shape)
+    whole = shape == (base.out_features, base.in_features) and 2 * weight.nbytes == shape.numel()
+    if not whole or getattr(state, "packing_format_for_cpu", False):
+        return None
+    # in memory of its own name: who gives the parameter other memory does not change this product's backward
+    codes = weight.detach().view(-1, 1)
+    return PackedWeight(partial(_unpack, codes, state), shape, dtype, weight.device)
+
+
+def _unpack(codes: Tensor, state: Any) -> Tensor:
+    """``[O, F]``, in the dtype of the weight that was packed.
 
     Args:
-        given: of the layer's input.
-        autocast: in which autocast computes both.
-        seen: of the input as A gets it.
-        own: of A.
-        low_precision: as of the layer.
+        codes: two in a byte, one below the other: a single row would be taken for the weight transposed.
+        state: bitsandbytes' QuantState.
     """
-    if autocast is not None:
-        return seen != torch.float64  # autocast leaves that alone
-    return own == seen and (seen == given or (low_precision and given.itemsize < seen.itemsize))
+    library: Any = sys.modules["bitsandbytes.functional"]
+    with torch.no_grad():
+        found: Tensor = library.dequantize_4bit(codes, state)
+    return found

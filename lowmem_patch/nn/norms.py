@@ -7,7 +7,6 @@ z = (y - beta) / gamma; where gamma is near 0, the norm and its Linears save z. 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -39,9 +38,8 @@ from lowmem_patch.nn.context import (
 from lowmem_patch.nn.deferred import value_of
 from lowmem_patch.nn.deferred_norms import Norm, norm_of_computed
 from lowmem_patch.nn.deferred_ops import Normed, Saved, Shared
-from lowmem_patch.nn.folded_norms import refuse_changes, refuse_unfolded
 from lowmem_patch.nn.gamma_checks import GammaChecks
-from lowmem_patch.nn.gammas import can_be_checked, check_gammas
+from lowmem_patch.nn.gammas import can_be_checked, check_gammas, refuse_changes, refuse_unfolded
 from lowmem_patch.nn.stored import attach, keep
 from lowmem_patch.nn.turned_norms import saved_output
 from lowmem_patch.nn.watched import mark, marked_as, watch
@@ -126,10 +124,8 @@ class MSNorm(nn.Module):
         self.dim = dim
         self.turns_back: bool | None = None
 
-    def normalize(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """The norm's value in ``dtype``, by default :meth:`output_dtype`."""
-        if dtype is None:
-            dtype = self.output_dtype(x)
+    def normalize(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """The norm's value in ``dtype``."""
         if in_compiler() and not is_exporting():
             return compiled.norm(*self._in_graph(x, dtype))
         return ms_norm(x, *self.own_affine(), self.settings_for(x), dtype)[0]
@@ -225,7 +221,8 @@ class MSNorm(nn.Module):
         saved = dtype if copy is None else copy
         dtypes = (dtype, copy, saved if saves_z else None)
         settings, stored = self.settings_for(x), self.in_eight_bits and not packs_saved_tensors()
-        saved_as = self._saved_as(trains, copy is None, not saves_z, not stored)
+        alone = (self.use.turned, trains, copy is None, not saves_z, not stored)
+        saved_as = partial(saved_output, self) if all(alone) else None
         y, *more = ms_norm(
             x, weight, bias, settings, *dtypes, trains=trains, eight_bits=stored, saved_as=saved_as
         )
@@ -234,15 +231,13 @@ class MSNorm(nn.Module):
         # an adapter may save the copy of what needs no gradient
         if copy is None and not saves_z:
             return self._shared(y) if trains else y
-        affine = self._affine(weight, bias) if saves_z else None
-        if affine is None:
+        affine = None
+        if saves_z:
+            affine = self._affine(weight, bias)
+        else:
             self._confirm_in_backward(y, saved)
         sources = tuple(source for source in more if source is not None)
         return attach(y, Normed(copy is not None, affine), sources)
-
-    def _saved_as(self, *alone: bool) -> Callable[[Tensor], Tensor] | None:
-        """What makes of the output what is saved in its place: where that alone would be."""
-        return partial(saved_output, self) if self.use.turned and all(alone) else None
 
     def _confirm_in_backward(self, y: Tensor, saved: torch.dtype) -> None:
         """Let backward ask, where the norm saved its output (in ``saved``) without a wait for gamma."""
@@ -253,9 +248,7 @@ class MSNorm(nn.Module):
     def _shared(self, y: Tensor) -> Tensor:
         """The output, which the norm itself saves."""
         self._confirm_in_backward(y, y.dtype)
-        if self._is_one_copy(y):
-            return attach(y, Shared(y.grad_fn))
-        return watch(y)
+        return attach(y, Shared(y.grad_fn)) if self._is_one_copy(y) else watch(y)
 
     def waits_for_linears(self) -> bool:
         """Whether Linears alone read the output, and would compute it again from a few tensors."""
@@ -263,27 +256,20 @@ class MSNorm(nn.Module):
 
     def _compiled(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """The norm as a compiler sees it."""
-        stored = self.in_eight_bits and trains_here()
-        if stored and not is_foreign(x):
+        if self.in_eight_bits and trains_here() and not is_foreign(x):
             y, *near = compiled.stored_norm(*self._in_graph(x, dtype))
             return keep(y, Normed(False, None), tuple(near)) if y.requires_grad else y
         y = self.normalize(x, dtype)
-        waits = needs_gradient(y) and self._is_one_copy(y)
-        return Saved().of(y) if waits else y
+        return Saved().of(y) if needs_gradient(y) and self._is_one_copy(y) else y
 
     def _is_one_copy(self, y: Tensor) -> bool:
         """Whether readers that cast the output shall keep no copy of their own."""
-        one_copy = self.use.one_copy
-        if one_copy is None or one_copy == "always":
-            return one_copy is not None
-        return torch.is_autocast_enabled(y.device.type)
-
-    def trains(self) -> bool:
-        """Whether gamma or beta trains."""
-        return train(*self.own_affine())
+        wanted = self.use.one_copy
+        return wanted == "always" or (
+            wanted == "autocast" and torch.is_autocast_enabled(y.device.type)
+        )
 
     def _saves_z(self, weight: Tensor | None, bias: Tensor | None, trains: bool) -> bool:
-        """Whether z is to be saved, and not the output."""
         if weight is None and bias is None:
             return False
         checks = self.gamma_checks
@@ -302,7 +288,8 @@ class MSNorm(nn.Module):
         """As `_saves_z` for a compiler, under which nobody checks gamma."""
         if weight is None and bias is None:
             return False
-        return (self.trains() and not self.use.output_saved) or not self.gamma_checks.recovers_z
+        by_itself = train(weight, bias) and not self.use.output_saved
+        return by_itself or not self.gamma_checks.recovers_z
 
     def _is_told_to_save_z(
         self, weight: Tensor | None, bias: Tensor | None, trains: bool, by_itself: bool
@@ -367,3 +354,31 @@ class MSLayerNorm(MSNorm):
 
 class MSRMSNorm(MSNorm):
     """RMSNorm over the last dimension that saves its output (paper, MS-RMSNorm)."""
+
+
+class StockMSLayerNorm(MSLayerNorm, nn.LayerNorm):  # type: ignore[misc]  # its weight may be None
+    """In place of a `torch.nn.LayerNorm`, which it still is to whoever asks: transformers' Trainer decays
+    the weights of no such module."""
+
+
+class StockMSRMSNorm(MSRMSNorm, nn.RMSNorm):  # type: ignore[misc]  # its weight may be None
+    """In place of a `torch.nn.RMSNorm`, which it still is to whoever asks."""
+
+
+class NamedMSNorm(MSNorm):
+    """In place of a norm whose gamma and beta have names of their own."""
+
+    def __getattr__(self, name: str) -> Any:
+        called = dict(zip(STOCK_NAMES, self.__dict__.get("names", STOCK_NAMES), strict=True))
+        own = called.get(name, name)
+        if own == name:
+            return super().__getattr__(name)
+        return getattr(self, own) if own else None
+
+
+class NamedMSLayerNorm(NamedMSNorm, MSLayerNorm):
+    """See `NamedMSNorm`."""
+
+
+class NamedMSRMSNorm(NamedMSNorm, MSRMSNorm):
+    """See `NamedMSNorm`."""

@@ -86,12 +86,6 @@ class LastRun:
         self.saved: _Saved | None = None
         self.bytes = self.buffers = 0  # of the run that was awaited last
 
-    def begin(self) -> _Saved:
-        """A run begins; one that nobody awaited is not held any longer."""
-        self.end()
-        self.saved = _Saved()
-        return self.saved
-
     def end(self) -> _Saved | None:
         """What was saved has left the device."""
         saved, self.saved = self.saved, None
@@ -142,8 +136,10 @@ def offloaded(
     x = input_among(tensors)
     if x is None:
         return forward(*args, **kwargs)
-    stays = _memories([t for t in tensors if t is not x], *block.parameters(), *block.buffers())
-    saved = how.last.begin()
+    others = [tensor for tensor in tensors if tensor is not x]
+    stays = _memories((*others, *block.parameters(), *block.buffers()))
+    how.last.end()  # of a run that nobody awaited
+    saved = how.last.saved = _Saved()
     how.host.runs += 1
     with _Packing(how.host, saved, x.device, stays):
         return forward(*args, **kwargs)
@@ -162,16 +158,15 @@ def awaiting(block: nn.Module, how: Await, given: Own | None, /, *args: Any, **k
     return output
 
 
-def _memories(given: list[Tensor], *states: Tensor) -> frozenset[int]:
+def _memories(tensors: tuple[Any, ...]) -> frozenset[int]:
     """The memories of tensors, by the identity of their storages."""
-    tensors: list[Any] = [*given, *states]
     with without_torch_function():
-        return frozenset(int(t.untyped_storage()._cdata) for t in tensors if _has_storage(t))
-
-
-def _has_storage(tensor: Any) -> bool:
-    wrapped = isinstance(tensor, Unstored) or is_traceable_wrapper_subclass(tensor)
-    return not wrapped and tensor.layout is torch.strided
+        return frozenset(
+            int(tensor.untyped_storage()._cdata)
+            for tensor in tensors
+            if not (isinstance(tensor, Unstored) or is_traceable_wrapper_subclass(tensor))
+            and tensor.layout is torch.strided
+        )
 
 
 def _node_of(tensor: Tensor) -> Any:

@@ -18,13 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_patch.functional import (
-    below_modes,
-    is_exporting,
-    is_sharded,
-    is_transformed,
-    turned,
-)
+from lowmem_patch.functional import below_modes, is_exporting, is_sharded, is_transformed, turned
 from lowmem_patch.nn.context import autocast_dtype, is_foreign
 from lowmem_patch.nn.own import give_forward
 from lowmem_patch.nn.turned_norms import note_turned
@@ -109,8 +103,13 @@ class Rotation:
     def _takes(self, xs: Tensors, cos: Tensor, sin: Tensor, heads_dim: Any) -> bool:
         """Whether the op computes the rotation of these tensors."""
         q, k = xs[0], xs[-1]
+        dtype, angles = q.dtype, cos.dtype
         return (
-            _have_dtypes_of_op(q, k, cos, sin)
+            dtype.is_floating_point
+            and angles.is_floating_point
+            and dtype == k.dtype
+            and angles == sin.dtype
+            and (dtype == angles or angles != torch.float64)
             and self._have_shapes_of_op(q, k, cos, sin, heads_dim)
             and not (cos.requires_grad or sin.requires_grad)
             and not is_sharded(q, k, cos, sin)
@@ -148,33 +147,17 @@ class RotationOfOne(Rotation):
         return self.function(x, cos, sin, *rest, **named) if made is None else made[0]
 
 
-def _have_dtypes_of_op(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    dtype, angles = q.dtype, cos.dtype
-    return (
-        dtype.is_floating_point
-        and angles.is_floating_point
-        and dtype == k.dtype
-        and angles == sin.dtype
-        and (dtype == angles or angles != torch.float64)
-    )
-
-
 def forward_of_class(module: nn.Module) -> types.FunctionType | None:
     """The class's forward beneath its decorators; None where one of them keeps it outside of a closure."""
     forward: Any = type(module).forward
     while isinstance(forward, types.FunctionType):
-        inner = _decorated(forward)
+        inner = vars(forward).get("__wrapped__")  # which `functools.wraps` leaves
         if inner is None:
             return forward
         if not any(_holds(cell, inner) for cell in forward.__closure__ or ()):
             return None
         forward = inner
     return None
-
-
-def _decorated(function: types.FunctionType) -> Any:
-    """What `functools.wraps` says that this function stands around."""
-    return vars(function).get("__wrapped__")
 
 
 def _holds(cell: types.CellType, inner: Any) -> bool:
@@ -194,7 +177,7 @@ def _names(function: types.FunctionType, rotation: Rotation) -> dict[str, Any]:
 @cache
 def _forward(function: types.FunctionType, rotation: Rotation) -> types.FunctionType:
     """The function with ``rotation`` in the place of what it looks up under that name."""
-    inner = _decorated(function)
+    inner: Any = vars(function).get("__wrapped__")
     if inner is None:
         return _copy(function, _names(function, rotation), function.__closure__)
     copied = types.CellType(_forward(inner, rotation))

@@ -20,9 +20,6 @@ from lowmem_patch.nn.own import Own, runs_class_forward
 from lowmem_patch.nn.stored import attach, keep
 from lowmem_patch.tracing.call_arguments import moved_channel
 
-Recipe = tuple[Callable[..., Tensor] | None, tuple[Tensor, ...]]
-
-
 # not float16, in which the product of a gradient and an input is as large as the gradient of what is scaled,
 # and no complex numbers, of which the formulas would need the conjugates
 _DTYPES = frozenset((torch.bfloat16, torch.float32, torch.float64))
@@ -92,7 +89,9 @@ class Projected(Op):
         )
 
 
-def _recipe(x: Tensor, dtype: torch.dtype) -> Recipe | None:
+def _recipe(
+    x: Tensor, dtype: torch.dtype
+) -> tuple[Callable[..., Tensor] | None, tuple[Tensor, ...]] | None:
     """What gives a Linear's input again, and from which tensors, which autograd saves for the Linear; None
     where it saves something else."""
     if isinstance(x, Deferred) and not in_compiler():

@@ -97,7 +97,8 @@ class _State:
     """What a run depends on beside its arguments: random numbers and autocast."""
 
     def __init__(self, x: Tensor) -> None:
-        self.device = x.device.type
+        device = x.device.type
+        self.kind = "cuda" if device == "cpu" else device
         self.numbers = None
         if not isinstance(x, FakeTensor):
             self.numbers = (torch.get_rng_state(), *get_device_states(x))
@@ -108,7 +109,7 @@ class _State:
                 enabled=torch.is_autocast_enabled(kind),
                 cache_enabled=torch.is_autocast_cache_enabled(),
             )
-            for kind in dict.fromkeys(("cpu", self.device))
+            for kind in dict.fromkeys(("cpu", device))
             if torch.amp.autocast_mode.is_autocast_available(kind)
         ]
 
@@ -117,17 +118,12 @@ class _State:
         with contextlib.ExitStack() as contexts:
             if self.numbers is not None:
                 cpu, devices, states = self.numbers
-                contexts.enter_context(
-                    torch.random.fork_rng(devices=devices, device_type=self._kind())
-                )
+                contexts.enter_context(torch.random.fork_rng(devices, device_type=self.kind))
                 torch.set_rng_state(cpu)
-                set_device_states(devices, states, device_type=self._kind())
+                set_device_states(devices, states, device_type=self.kind)
             for cast in self.casts:
                 contexts.enter_context(cast)
             yield
-
-    def _kind(self) -> str:
-        return "cuda" if self.device == "cpu" else self.device
 
 
 def first_tensor(output: Any) -> Tensor | None:

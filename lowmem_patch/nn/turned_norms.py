@@ -89,10 +89,6 @@ class NormOutput(Unstored):
         """The output, or what was made of it: whoever counts what is saved asks for this."""
         return self._value if self._value is not None or not self.sources else self.sources[0]
 
-    def output(self) -> Tensor | None:
-        """The norm's output, if it is held."""
-        return self._value
-
     def was_written(self) -> bool:
         """Whether somebody wrote into the output that is held."""
         return self._value is not None and self._value._version != self._value_version
@@ -126,7 +122,7 @@ def note_turned(x: Tensor, turned: Tensor, cos: Tensor, sin: Tensor, heads_dim: 
     if h is None:
         return
     with without_torch_function():
-        y = h.output()
+        y = h._value
         if y is None or type(h.op) is not _Output or h.was_written() or not _is_all_of(x, y):
             return
         if turned.dtype.itemsize > y.dtype.itemsize or not _turns_back(
@@ -160,8 +156,9 @@ def _is_all_of(x: Tensor, y: Tensor) -> bool:
 def _turns_back(norm: MSNorm, width: int, cos: Tensor, sin: Tensor) -> bool:
     """Whether the rotation, which is the model's and looked at once, has an inverse, and that tells z."""
     if isinstance(cos, FakeTensor) or cos.is_meta:
-        assumed = norm.gamma_checks.assumed_turned
-        return assumed is None or assumed(width, cos.shape[-1])
+        look = norm.gamma_checks.look
+        found = None if look is None else look((width, cos.shape[-1]))
+        return found is None or found.tell_z_turned()
     if is_capturing(cos.device):
         return False
     if norm.turns_back is None:

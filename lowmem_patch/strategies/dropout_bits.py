@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from lowmem_patch.config import PatchConfig
-from lowmem_patch.nn.dropout import PackedDropout, keep_for_dropout
+from lowmem_patch.nn.activations import PackedDropout, keep_for_dropout
 from lowmem_patch.nn.own import Own
 from lowmem_patch.strategies.lora import adapter_layers
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target

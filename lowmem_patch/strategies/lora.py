@@ -10,10 +10,9 @@ from typing import Any
 from torch import nn
 
 from lowmem_patch.config import PatchConfig
-from lowmem_patch.nn.adapters import adds_products, use_adapter
+from lowmem_patch.nn.adapters import adapts_parameter, adds_products, use_adapter
+from lowmem_patch.nn.low_rank import is_four_bit
 from lowmem_patch.nn.own import has_foreign_forward
-from lowmem_patch.nn.packed_weights import is_four_bit
-from lowmem_patch.nn.parameter_adapters import adapts_parameter
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
 from lowmem_patch.tracing.dataflow import backward, makers, moved_from
 from lowmem_patch.tracing.probes import NormSpec, looks_like_norm

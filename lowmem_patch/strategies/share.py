@@ -15,13 +15,16 @@ from torch import Tensor, nn
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.constants import STOCK_NAMES
-from lowmem_patch.nn.norm_classes import (
+from lowmem_patch.nn.norms import (
+    MSLayerNorm,
+    MSNorm,
+    MSRMSNorm,
     NamedMSLayerNorm,
     NamedMSRMSNorm,
+    OutputUse,
     StockMSLayerNorm,
     StockMSRMSNorm,
 )
-from lowmem_patch.nn.norms import MSLayerNorm, MSNorm, MSRMSNorm, OutputUse
 from lowmem_patch.strategies.activations import ActivationSite, activation_sites, products
 from lowmem_patch.strategies.chains import chain_sources
 from lowmem_patch.strategies.head import head_names

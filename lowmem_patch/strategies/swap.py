@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
-from lowmem_patch.nn.dropout import PackedDropout
+from lowmem_patch.nn.activations import PackedDropout
 from lowmem_patch.nn.forward_modes import CallInstead
 from lowmem_patch.nn.modes import run_under
 from lowmem_patch.nn.norms import MSNorm

@@ -29,7 +29,7 @@ from lowmem_patch.functional import (
     recast_linear,
     recast_matmul,
 )
-from lowmem_patch.nn.dropout import PackedDropout
+from lowmem_patch.nn.activations import PackedDropout
 from tests.support.judge import BAND, assert_close
 from tests.support.models import llama, randomise, tokens
 from tests.support.step import FP32

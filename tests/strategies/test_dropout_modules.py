@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 from lowmem_patch import patch_model, patch_report, plan_patch, unpatch_model
-from lowmem_patch.nn.dropout import PackedDropout
+from lowmem_patch.nn.activations import PackedDropout
 from tests.support.configs import RECOMPUTE
 from tests.support.judge import assert_close, assert_equal_steps
 from tests.support.models import FAMILIES

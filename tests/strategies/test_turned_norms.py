@@ -287,7 +287,7 @@ def test_nothing_is_held_when_the_backward_is_over() -> None:
     loss = patched(net())(batch()).sum()
     held = [node.saved_as() for node in nodes_of(loss) if hasattr(node, "saved_as")]
     assert [type(h) for h in held] == [NormOutput, NormOutput]
-    assert all(h.output() is None and h.held_values() is h.sources[0] for h in held)
+    assert all(h._value is None and h.held_values() is h.sources[0] for h in held)
     alive = [weakref.ref(h) for h in held]
     del held
     assert all(reference() is not None for reference in alive)
