@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch.memory.blocks import repeated_blocks
-from lowmem_patch.memory.caching_allocator import rounding_bytes
-from lowmem_patch.memory.model_states import ModelStates, StateSizes, Training, model_state_bytes
+from lowmem_patch.memory.model_states import ModelStates, Training, model_state_bytes
 from lowmem_patch.memory.step import AFTER_BACKWARD, AFTER_LOSS, BACKWARD, FORWARD, LOSS
 from lowmem_patch.memory.timeline import Timeline
 from lowmem_patch.strategies.checkpointing import Blocks
@@ -84,24 +83,6 @@ def _gradients(parameters: Iterable[Tensor]) -> int:
     return _bytes(parameter for parameter in parameters if parameter.requires_grad)
 
 
-def states_of_one(states: ModelStates, gpus: int) -> ModelStates:
-    """The shards of one GPU; rounded up, and what its allocator rounds up for them."""
-    if gpus == 1:
-        return states
-    sizes = states.sizes
-    shards = StateSizes(
-        _shares(sizes.held, gpus),
-        sizes.workspaces,
-        _shares(sizes.gradients, gpus),
-        _shares(sizes.optimizer, gpus),
-        sizes.on_gpu,
-    )
-    names = ("parameters", "gradients", "optimizer")
-    shares = dict(zip(names, _shares([getattr(states, n) for n in names], gpus), strict=True))
-    rounding = rounding_bytes((*shards.held, *shards.optimizer)) if sizes.on_gpu else 0
-    return dataclasses.replace(states, **shares, sizes=shards, rounding=rounding)
-
-
 def is_replicated() -> bool:
     """Whether this is one of several processes, as under DDP."""
     there = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -116,16 +97,8 @@ def states_on_one(model: nn.Module, training: Training) -> ModelStates:
         ConfigError: an unknown optimizer.
     """
     states = model_state_bytes(model, training.optimizer, quantised=training.quantised)
-    if training.gpus > 1 or not is_replicated():
-        return states_of_one(states, training.gpus)
-    held = (*states.sizes.held, *states.sizes.gradients)
-    return dataclasses.replace(
-        states, sizes=dataclasses.replace(states.sizes, held=held), buckets=states.gradients
-    )
-
-
-def _shares(sizes: Iterable[int], gpus: int) -> tuple[int, ...]:
-    return tuple(-(-size // gpus) for size in sizes)
+    buckets = states.gradients if training.gpus == 1 and is_replicated() else 0
+    return dataclasses.replace(states, gpus=training.gpus, buckets=buckets)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.errors import TraceError
 from lowmem_patch.memory.model_states import ModelStates, Training, model_state_bytes
-from lowmem_patch.memory.sharding import gathered, states_of_one
+from lowmem_patch.memory.sharding import gathered
 from lowmem_patch.memory.steps import UnevenError
 from lowmem_patch.memory.timeline import FewRuns, few_of, only
 from lowmem_patch.planning.apply import apply_plan
@@ -185,7 +185,7 @@ def _sharded(base: Base) -> Suggestion | None:
     peak = max(activations + whole.backward, whole.first)
 
     def total(gpus: int) -> int:
-        one = states_of_one(base.states, gpus)
+        one = dataclasses.replace(base.states, gpus=gpus)
         return base.total(peak, one.resident + one.gradients)
 
     return _on_fewest(base, total)

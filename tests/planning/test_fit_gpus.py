@@ -106,7 +106,7 @@ class Counted(nn.Module):
 
 def suggestion_of(model: nn.Module, activations: int, budget: int) -> Suggestion | None:
     states = model_state_bytes(model, "adamw")
-    states = dataclasses.replace(states, workspace=32)
+    states = dataclasses.replace(states, workspaces=(32,))
     device = Device("none", 1.0, 1.0, 1.0)
     base = Base(
         model, as_example_inputs(BATCH), states, Training(), Budget(budget, ""),
