@@ -16,7 +16,7 @@ from lowmem_patch.planning.fit import NO_BLOCKS, Fitting, NoFit
 from lowmem_patch.planning.names import size_text
 from lowmem_patch.planning.planner import Planned
 from lowmem_patch.planning.report import NOTHING_TRAINS, find_records
-from lowmem_patch.planning.suggestions import Suggestion, base_of, smaller_suggestions
+from lowmem_patch.planning.suggestions import Base, Suggestion, smaller_suggestions
 
 _WORTH = 0.05  # of the least budget: a change that saves less and does not suffice is not proposed
 
@@ -110,7 +110,7 @@ def _too_small(fitting: Fitting, budget: Budget, found: NoFit, inputs: str) -> s
         for number, run in enumerate(fitting.blocks.runs)
     )
     found_suggestions = smaller_suggestions(
-        base_of(fitting, fitting.shadow.model, budget, found.peak, more),
+        Base(fitting, fitting.shadow.model, budget, found.peak, more),
         lambda smaller: fitting.beside(fitting.run(found.levels, inputs=smaller)),
     )
     suggestions = sorted(found_suggestions, key=lambda suggestion: -suggestion.total)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,12 +26,10 @@ from lowmem_patch.memory.step import (
 )
 from lowmem_patch.memory.timeline import RunBytes, Timeline
 from lowmem_patch.planning.budget import Budget
-from lowmem_patch.planning.costs import Device
 from lowmem_patch.planning.fit_model import fit_planned
 from lowmem_patch.planning.fit_report import FitReport
 from lowmem_patch.planning.planner import plan_model
 from lowmem_patch.planning.suggestions import Base, Suggestion, _sharded
-from lowmem_patch.tracing.inputs import as_example_inputs
 from tests.support.fitted import planned_once
 from tests.support.models import llama_of
 
@@ -107,12 +106,11 @@ class Counted(nn.Module):
 def suggestion_of(model: nn.Module, activations: int, budget: int) -> Suggestion | None:
     states = model_state_bytes(model, "adamw")
     states = dataclasses.replace(states, workspaces=(32,))
-    device = Device("none", 1.0, 1.0, 1.0)
-    base = Base(
-        model, as_example_inputs(BATCH), states, Training(), Budget(budget, ""),
-        activations + states.gradients, (), 0.0, device,
-    )  # fmt: skip
-    return _sharded(base)
+    steps: Any = SimpleNamespace(
+        states=states, resident=states.resident, earlier=0, seconds=(), training=Training()
+    )
+    peak = activations + states.gradients
+    return _sharded(Base(steps, model, Budget(budget, ""), peak, 0.0))
 
 
 def test_the_sum_of_a_step_over_several_gpus() -> None:
