@@ -9,11 +9,11 @@ from torch import nn
 
 from lowmem_patch.errors import BudgetError
 from lowmem_patch.memory.model_states import FEWEST_BYTES, Training
-from lowmem_patch.planning.apply import apply_plan, undo
 from lowmem_patch.planning.budget import Budget, free_host_bytes, make_budget
 from lowmem_patch.planning.costs import scaled, timed_forward, with_measured_host
 from lowmem_patch.planning.fit import NO_BLOCKS, Fitting, NoFit
 from lowmem_patch.planning.names import size_text
+from lowmem_patch.planning.plan import apply_plan, undo
 from lowmem_patch.planning.planner import Planned
 from lowmem_patch.planning.report import NOTHING_TRAINS, find_records
 from lowmem_patch.planning.suggestions import Base, Suggestion, smaller_suggestions

@@ -1,26 +1,71 @@
-"""The norms and activations of an unpatched model, whose outputs need not be saved; and the ops that autograd
-holds on to: those through which an output has a gradient."""
+"""What a floor is made of, and what it is counted from: the norms and activations of an unpatched model,
+whose outputs need not be saved, and the ops that autograd holds on to.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from lowmem_patch.planning.report import block_name
 from lowmem_patch.strategies.cosine_attention import scaled_scores, unit_rows
 from lowmem_patch.strategies.protocol import Facts
 from lowmem_patch.strategies.rotary import turned_of
 from lowmem_patch.tracing.base_model import is_leaf
 from lowmem_patch.tracing.call_arguments import is_square
+from lowmem_patch.tracing.categories import CATEGORIES
 from lowmem_patch.tracing.dataflow import Path, backward, first_input
 from lowmem_patch.tracing.op_roles import MATMULS, OF_ELEMENTS, OF_LOGITS, REARRANGES, Role, role_of
 from lowmem_patch.tracing.probes import NormSpec, looks_like_norm
 from lowmem_patch.tracing.saved_bytes import SavedStorage, storage_key
 from lowmem_patch.tracing.shadow import tensors_in
 from lowmem_patch.tracing.trace import Call, Op, Trace
+
+
+@dataclasses.dataclass(frozen=True)
+class FloorItem:
+    """One tensor that the rule allows.
+
+    Attributes:
+        module: the path of the module that needs it first.
+        category: one of ``lowmem_patch.tracing.categories.CATEGORIES``.
+        bytes: its size.
+    """
+
+    module: str
+    category: str
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Floor:
+    """Bytes that the rule allows, item by item."""
+
+    items: tuple[FloorItem, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(item.bytes for item in self.items)
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        sizes = Counter(dict.fromkeys(CATEGORIES, 0))
+        for item in self.items:
+            sizes[item.category] += item.bytes
+        return dict(sizes)
+
+    @property
+    def by_block(self) -> dict[str, int]:
+        sizes: Counter[str] = Counter()
+        for item in self.items:
+            sizes[block_name(item.module)] += item.bytes
+        return dict(sizes)
 
 
 class SiteCall(NamedTuple):

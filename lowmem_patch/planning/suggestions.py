@@ -16,11 +16,11 @@ from lowmem_patch.memory.model_states import Training, model_state_bytes
 from lowmem_patch.memory.sharding import gathered
 from lowmem_patch.memory.steps import UnevenError
 from lowmem_patch.memory.timeline import FewRuns, few_of, only
-from lowmem_patch.planning.apply import apply_plan
 from lowmem_patch.planning.budget import Budget
 from lowmem_patch.planning.choices import input_sizes, more_seconds
 from lowmem_patch.planning.costs import RunSeconds
 from lowmem_patch.planning.fit import Fitting
+from lowmem_patch.planning.plan import apply_plan
 from lowmem_patch.planning.planner import facts_and_plan
 from lowmem_patch.strategies.checkpointing import ALONE
 from lowmem_patch.tracing.inputs import ExampleInputs
@@ -131,8 +131,8 @@ def smaller_suggestions(
 def _of_smaller(
     base: Base, peak_of: Callable[[ExampleInputs], int], dim: int, size: int, to: int
 ) -> Suggestion | None:
-    """The base with inputs cut in one dimension: rows (0) or tokens of each row (1); None of a model that does
-    not take them."""
+    """The base with inputs cut in one dimension: rows (0) or tokens of each row (1); None of a model that
+    does not take them."""
     steps, part = base.steps, to / size
     try:
         peak = peak_of(_cut(steps.shadow.inputs, dim, size, to))
