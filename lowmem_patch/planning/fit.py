@@ -35,27 +35,8 @@ _SOLUTIONS = 64  # that are looked at
 _WORTH = 0.01  # of the seconds that levels cost: less is worth no further step on fake tensors
 
 
-Fitted = tuple[tuple[LevelPatch, ...], FitReport]  # what was chosen
-
-
+Chosen = tuple[dict[str, str], Timeline]  # levels by site, and a step at them
 NO_BLOCKS = "no repeated blocks were found that could be recomputed: all stays as patched"
-
-
-@dataclasses.dataclass(eq=False)
-class NoFit(Exception):
-    """No choice fits.
-
-    Attributes:
-        least: the least budget that can be met.
-        peak: of a step at that choice, without the model states.
-        levels: that choice, by site.
-        moment: when the peak is.
-    """
-
-    least: int
-    peak: int
-    levels: dict[str, str]
-    moment: str
 
 
 class Fitting(Steps):
@@ -152,7 +133,8 @@ class Fitting(Steps):
         pairs = zip(self.blocks.runs, solution.levels, strict=True)
         return {self.sites[run.block]: level for run, level in pairs}
 
-    def _least(self) -> tuple[dict[str, str], Timeline]:
+    @functools.cached_property
+    def least(self) -> Chosen:
         """The levels of the least peak, and its step."""
         enough = max(timeline.peak[0] for timeline in self.profiles.values())
         limit = least_limit(self.steps, 2 * enough)
@@ -168,34 +150,20 @@ class Fitting(Steps):
                 found = min(found, (levels, self.run(levels)), key=lambda one: one[1].peak[0])
         return found
 
-    def fit(self, budget: Budget, inputs: str) -> Fitted:
-        """The patches for a budget.
-
-        Raises:
-            NoFit: none fits.
-        """
+    def fit(self, budget: Budget, inputs: str) -> tuple[tuple[LevelPatch, ...], FitReport] | None:
+        """The patches for a budget; None where no choice fits."""
         room = budget.bytes - self.resident
         room -= budget.reserve(max(room, 0))
         found = self._within(room) if room > 0 else None
-        if found is None:
-            levels, timeline = self._least()
-            peak = self.beside(timeline)
-            if peak > room:
-                moment = self._name(self.need(timeline).part)
-                raise NoFit(self.total(timeline, budget), peak, levels, moment)
-            found = levels, timeline
-        return self._fitted(*found, budget, inputs)
-
-    def least(self, budget: Budget) -> int:
-        """The least budget that can be met, in bytes."""
-        return self.total(self._least()[1], budget)
+        if found is None and self.beside(self.least[1]) <= room:
+            found = self.least
+        return None if found is None else self._fitted(*found, budget, inputs)
 
     def total(self, timeline: Timeline, budget: Budget) -> int:
         """Bytes of a step, what is left for fragmentation included."""
-        peak = self.beside(timeline)
-        return self.resident + peak + budget.reserve_above(peak)
+        return budget.total(self.resident, self.beside(timeline))
 
-    def _within(self, room: int) -> tuple[dict[str, str], Timeline] | None:
+    def _within(self, room: int) -> Chosen | None:
         """The best choice whose step was run and takes no more than ``room`` bytes.
 
         The sums may say a little too much or too little: the limit that they are given moves until their
@@ -208,7 +176,7 @@ class Fitting(Steps):
             whole = self.run({}) if self.few else patched
             if self.beside(whole) <= room:
                 return {}, whole
-        best: tuple[dict[str, str], Timeline] | None = None
+        best: Chosen | None = None
         seconds, limit = math.inf, room
         tried: set[tuple[str, ...]] = set()
         for _ in range(_SOLUTIONS):
@@ -231,7 +199,7 @@ class Fitting(Steps):
 
     def _fitted(
         self, levels: dict[str, str], timeline: Timeline, budget: Budget, inputs: str
-    ) -> Fitted:
+    ) -> tuple[tuple[LevelPatch, ...], FitReport]:
         blocks = self._rows(levels, timeline)
         reasons = {block.site: block.reason for block in blocks}
         need = self.need(timeline)
@@ -241,7 +209,7 @@ class Fitting(Steps):
             reserve=budget.reserve(max(0, budget.bytes - self.resident)),
             predicted=need.total,
             reserved=need.reserved,
-            moment=self._name(need.part),
+            moment=self.name(need.part),
             parameters=self.states.parameters,
             optimizer_state=self.states.optimizer,
             workspace=self.states.workspace,
@@ -261,7 +229,8 @@ class Fitting(Steps):
         )
         return patches_of(self.blocks, levels, reasons), report
 
-    def _name(self, part: Part) -> str:
+    def name(self, part: Part) -> str:
+        """As reports call a part of the step."""
         moment, place = part
         if moment == OPTIMIZER:
             return "the optimizer's step"

@@ -85,8 +85,7 @@ class Base:
 
     def total(self, peak: int, states: int | None = None) -> int:
         """Bytes of a step with this peak beside ``states``, by default those of the model."""
-        states = self.steps.resident if states is None else states
-        return states + peak + self.budget.reserve_above(peak)
+        return self.budget.total(self.steps.resident if states is None else states, peak)
 
 
 def smaller_suggestions(
