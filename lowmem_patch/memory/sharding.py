@@ -47,19 +47,9 @@ class Gathered:
         return 2 * (self.rest + self.block)
 
     @property
-    def between(self) -> int:
-        """Bytes when a block is gathered: the buffer of the one before it is not free yet."""
-        return self.rest + 3 * self.block
-
-    @property
     def computing(self) -> int:
         """Bytes while a block is computed."""
         return self.rest + 2 * self.block
-
-    @property
-    def backward(self) -> int:
-        """Bytes in a backward, at most, of which no more is known: gradients wait whole to be reduced."""
-        return self.computing + self.rest_gradients + 2 * self.block_gradients
 
 
 def gathered(model: nn.Module) -> Gathered:
@@ -150,7 +140,8 @@ class Sharding:
         # behind the last block there are head and loss; then that block is gathered again
         if moment == AFTER_LOSS or place == last:
             return whole.rest + whole.block
-        return whole.computing if place % 2 else whole.between
+        # when a block is gathered, the buffer of the one before it is not free yet
+        return whole.computing + (0 if place % 2 else whole.block)
 
     def _less(self, gradients: int) -> int:
         """What lies on other GPUs of whole gradients."""

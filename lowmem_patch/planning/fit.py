@@ -125,7 +125,7 @@ class Fitting(Steps):
 
     @functools.cached_property
     def steps(self) -> list[Step]:
-        return self.choices.steps()
+        return [self.choices.step(number) for number in range(len(self.choices.sites))]
 
     # the choice
 

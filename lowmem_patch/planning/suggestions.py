@@ -147,11 +147,12 @@ def _of_smaller(
 def _sharded(base: Base) -> Suggestion | None:
     """The least number of GPUs that fits; None where more of them would not help.
 
-    All shards of gradients count, and what is gathered in the backward, or before the first block.
+    All shards of gradients count, and what is gathered in the backward, where gradients wait whole to be
+    reduced, or before the first block.
     """
     whole = gathered(base.model)
-    activations = base.peak - base.gradients
-    peak = max(activations + whole.backward, whole.first)
+    waiting = whole.rest_gradients + 2 * whole.block_gradients
+    peak = max(base.peak - base.gradients + whole.computing + waiting, whole.first)
 
     def total(gpus: int) -> int:
         one = dataclasses.replace(base.steps.states, gpus=gpus)
