@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 
@@ -25,7 +26,7 @@ from lowmem_patch.planning.choices import Choices
 from lowmem_patch.planning.costs import device_of, run_seconds
 from lowmem_patch.planning.fit_report import LEVEL_REASONS, FitReport, FittedBlock
 from lowmem_patch.planning.names import size_text
-from lowmem_patch.planning.solve import Solution, Step, least_limit, solve
+from lowmem_patch.planning.solve import Step, least_limit, solve
 from lowmem_patch.strategies.checkpointing import ALONE, LevelPatch, patches_of
 from lowmem_patch.strategies.protocol import Facts, Patch
 from lowmem_patch.tracing.shadow import Shadow
@@ -69,6 +70,11 @@ class Fitting(Steps):
         return [block.site for block in self.blocks.blocks]
 
     @functools.cached_property
+    def ran(self) -> list[str]:
+        """Paths of the blocks, run by run."""
+        return [self.sites[run.block] for run in self.blocks.runs]
+
+    @functools.cached_property
     def patched(self) -> Timeline:
         """The step without any level.
 
@@ -94,20 +100,16 @@ class Fitting(Steps):
 
     def _kept(self) -> tuple[list[bool], list[bool]]:
         """Whether a patched run holds its output, and its input: seen beside runs that hold nothing."""
-        runs = self.blocks.runs
         as_patched = [run.output_lives for run in self.patched.runs]
         outputs, inputs = list(as_patched), [False, *as_patched[:-1]]
         for parity in (0, 1):
             levels = {b.site: "host" for b in self.free if self.sites.index(b.site) % 2 == parity}
             found = self.run(levels, settled=True, few=self.few).runs
-            for number in range(len(runs) - 1):
+            for number, (one, other) in enumerate(itertools.pairwise(self.ran)):
                 lives = found[self.few.stands_for(number) if self.few else number].output_lives
-                one, other = (
-                    levels.get(self.sites[runs[number + n].block], "patched") for n in (0, 1)
-                )
-                if (one, other) == ("patched", "host"):
+                if one not in levels and other in levels:
                     outputs[number] = lives
-                elif (one, other) == ("host", "patched"):
+                elif one in levels and other not in levels:
                     inputs[number + 1] = lives
         return outputs, inputs
 
@@ -125,13 +127,9 @@ class Fitting(Steps):
 
     @functools.cached_property
     def steps(self) -> list[Step]:
-        return [self.choices.step(number) for number in range(len(self.choices.sites))]
+        return [self.choices.step(number) for number in range(len(self.ran))]
 
     # the choice
-
-    def _site_levels(self, solution: Solution) -> dict[str, str]:
-        pairs = zip(self.blocks.runs, solution.levels, strict=True)
-        return {self.sites[run.block]: level for run, level in pairs}
 
     @functools.cached_property
     def least(self) -> Chosen:
@@ -140,7 +138,7 @@ class Fitting(Steps):
         limit = least_limit(self.steps, 2 * enough)
         solution = solve(self.steps, limit)
         assert solution is not None
-        levels = self._site_levels(solution)
+        levels = dict(zip(self.ran, solution.levels, strict=True))
         found = levels, self.run(levels)
         # the sums of a mix may be above one level for all, whose step was run
         for level, profile in self.profiles.items():
@@ -189,7 +187,7 @@ class Fitting(Steps):
             if solution.levels in tried or solution.seconds > (1 - _WORTH) * seconds:
                 break
             tried.add(solution.levels)
-            levels = self._site_levels(solution)
+            levels = dict(zip(self.ran, solution.levels, strict=True))
             timeline = self.run(levels)
             left = room - self.beside(timeline)
             if left >= 0 and solution.seconds < seconds:
@@ -239,7 +237,7 @@ class Fitting(Steps):
             return f"{way} before the blocks" if self.sites else way
         if place == 2 * len(self.blocks.runs):
             return "head and loss"
-        site = self.sites[self.blocks.runs[(place - 1) // 2].block]
+        site = self.ran[(place - 1) // 2]
         return f"the {moment} of {site}" if place % 2 else f"the forward behind {site}"
 
     def _rows(self, levels: Mapping[str, str], timeline: Timeline) -> tuple[FittedBlock, ...]:

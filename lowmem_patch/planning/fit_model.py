@@ -108,8 +108,8 @@ def _too_small(fitting: Fitting, budget: Budget, least: int, inputs: str) -> str
     levels, timeline = fitting.least
     peak, part = fitting.beside(timeline), fitting.need(timeline).part
     more = sum(
-        fitting.seconds_of(number, levels.get(fitting.sites[run.block], "patched"))
-        for number, run in enumerate(fitting.blocks.runs)
+        fitting.seconds_of(number, levels.get(site, "patched"))
+        for number, site in enumerate(fitting.ran)
     )
     found_suggestions = smaller_suggestions(
         Base(fitting, fitting.shadow.model, budget, peak, more),

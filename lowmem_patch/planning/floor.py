@@ -234,9 +234,7 @@ class _FloorCount:
     def _factors(self, root: Tensor, whole: Tensor) -> tuple[Tensor, ...] | None:
         """What a value, or the ``whole`` that it was made of with smaller tensors, is a product or sum of."""
         known = self.gated.get(id(root)) or floor_sites.of_repeated(self.makers, root)
-        product = known or self._product(root, by_rows=True)
-        if product is None:
-            product = self._product(whole, by_rows=True)
+        product = known or self._product(root, by_rows=True) or self._product(whole, by_rows=True)
         if product is None and not self.gathered[id(root)]:  # experts save what they gather of
             term = self._before_numbers(root)
             product = floor_sites.of_residual(self.makers, term, self.norms)

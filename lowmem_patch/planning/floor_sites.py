@@ -179,16 +179,13 @@ def of_residual(makers: dict[int, Op], tensor: Tensor, norms: Sites) -> tuple[Te
         term = pending.pop()
         op = makers.get(id(term))
         adds = op is not None and op.role.has(Role.SUM) and not op.writes and id(term) not in norms
-        if op is not None and adds and op.module == module and _are_of(op.reads, term.shape):
+        alike = op is not None and [read.shape for read in op.reads] == 2 * [term.shape]
+        if op is not None and adds and alike and op.module == module:
             pending += op.reads
         else:
             terms.append(term)
     own = sum(id(term) not in norms for term in terms)
     return tuple(terms) if own <= 1 < len(terms) else None
-
-
-def _are_of(tensors: Sequence[Tensor], shape: torch.Size) -> bool:
-    return len(tensors) == 2 and all(tensor.shape == shape for tensor in tensors)
 
 
 def parts_of(makers: dict[int, Op], tensor: Tensor) -> Sequence[Tensor]:
