@@ -174,7 +174,8 @@ def _segments(
     first, output = _checkpointed(steps[start]), steps[start - 1].output if start else 0
     if first is None:
         return
-    own, seconds, levels = first.own, first.seconds, (first.level,)
+    own, seconds = first.own, first.seconds
+    levels: tuple[str, ...] = (first.level,)
     waiting = largest = 0
     # bytes beside those that were held before it and its input, which is among what its forward needs
     needed = max(first.forward - output, first.backward, own + steps[start].behind)
