@@ -155,7 +155,7 @@ def _sharded(base: Base) -> Suggestion | None:
     peak = max(base.peak - base.gradients + whole.computing + waiting, whole.first)
 
     def total(gpus: int) -> int:
-        one = dataclasses.replace(base.steps.states, gpus=gpus)
+        one = dataclasses.replace(base.steps.states, gpus=gpus, buckets=0)  # DDP's
         return base.total(peak, one.resident + one.gradients)
 
     return _on_fewest(base, total)

@@ -103,9 +103,11 @@ class Counted(nn.Module):
         self.head = nn.Linear(4, classes, bias=False)
 
 
-def suggestion_of(model: nn.Module, activations: int, budget: int) -> Suggestion | None:
+def suggestion_of(
+    model: nn.Module, activations: int, budget: int, buckets: int = 0
+) -> Suggestion | None:
     states = model_state_bytes(model, "adamw")
-    states = dataclasses.replace(states, workspaces=(32,))
+    states = dataclasses.replace(states, workspaces=(32,), buckets=buckets)
     steps: Any = SimpleNamespace(
         states=states, resident=states.resident, earlier=0, seconds=(), training=Training()
     )
@@ -124,6 +126,12 @@ def test_the_sum_of_a_step_over_several_gpus() -> None:
         assert found is not None and found.total == total and found.on_top
         assert found.name == f"FSDP over {gpus} GPUs, bytes of each"
     assert suggestion_of(model, 1000, backward + 4 * weights // 64 + 32 - 1) is None
+
+
+def test_several_gpus_under_fsdp_have_no_buckets_of_ddp() -> None:
+    model = Counted(5)
+    alone, replicated = (suggestion_of(model, 1000, 10_000, buckets) for buckets in (0, 464))
+    assert alone is not None and replicated is not None and replicated.total == alone.total
 
 
 def test_the_sum_of_several_gpus_may_be_that_in_front_of_the_blocks() -> None:
