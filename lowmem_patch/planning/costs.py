@@ -219,7 +219,7 @@ def timed_forward(
         if name in wanted:
             pairs.append((starts.pop(), time_mark(device)))
 
-    nothing_saved: Any = saved_tensors_hooks(lambda _: None, lambda _: None)
+    nothing_saved: Any = saved_tensors_hooks(_nothing, _nothing)
     best: list[float] = []
     for _ in range(4):  # the first warms up
         pairs.clear()
@@ -229,6 +229,10 @@ def timed_forward(
         seconds = [seconds_between(*pair) for pair in pairs]
         best = [min(pair) for pair in zip(best, seconds, strict=True)] if best else seconds
     return tuple(best)
+
+
+def _nothing(_: Any) -> Any:
+    return None
 
 
 def time_mark(device: torch.device) -> Any:

@@ -47,6 +47,7 @@ from lowmem_patch.tracing.saved_bytes import SavedStorage, storage_key
 from lowmem_patch.tracing.trace import Op
 
 _CODE_BITS = 2
+_BITS: dict[str, int] = {kind: tables[_CODE_BITS].bits for kind, tables in STEP_TABLES.items()}
 _FLAGS_PER_BYTE = 8
 _MATMULS = WEIGHT_MATMULS | MATMULS
 _PART_OF = REARRANGES | SELECTS | Role.CAST
@@ -118,8 +119,7 @@ class _FloorCount:
     def _code_bits(self, output: Tensor) -> int:
         """Bits of the codes behind which an activation's output stands: 1 where that is exact."""
         op = self.makers.get(id(output))
-        known = op is not None and op.name in STEP_TABLES
-        return STEP_TABLES[op.name][_CODE_BITS].bits if op and known else _CODE_BITS
+        return _CODE_BITS if op is None else _BITS.get(op.name, _CODE_BITS)
 
     def _attention(self) -> None:
         softmaxes = [
