@@ -17,11 +17,10 @@ from lowmem_patch.nn.context import is_fsdp_unit
 from lowmem_patch.nn.head import forget_reads, notes_of_heads
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.own import Own, within_compiled
-from lowmem_patch.planning.apply import apply_plan, undo
 from lowmem_patch.planning.changes import has_adapter, no_longer_as_patched, watch_first_forward
 from lowmem_patch.planning.check import check_outputs, refuse_unready, run_unpatched, runs_on_data
 from lowmem_patch.planning.fit_model import fit_planned
-from lowmem_patch.planning.plan import Plan, trains_signature
+from lowmem_patch.planning.plan import Plan, apply_plan, trains_signature, undo
 from lowmem_patch.planning.planner import NOT_COUNTED, counted_after, plan_model, trace_whole
 from lowmem_patch.planning.report import NOTHING_TRAINS, RECORD, PatchReport, Record, find_records
 from lowmem_patch.strategies.fold import folded_now

@@ -18,7 +18,7 @@ from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import make_shadow
 
 T = TypeVar("T")
-_DEPTHS = (2, 3, 4)  # what the third block saves is compared with what the fourth saves
+_DEPTH = 4  # what the third block saves is compared with what the fourth saves
 _NUMBER = re.compile(r"\d+(?:,\d{3})*")
 
 
@@ -54,11 +54,10 @@ def make_plans(model: nn.Module, config: PatchConfig, inputs: ExampleInputs) -> 
 
 def _few(model: nn.Module, config: PatchConfig, inputs: ExampleInputs, name: str) -> Plans | None:
     """None where the blocks save different amounts, or a report names what cannot be counted on."""
-    least, *depths = _DEPTHS
-    with shortened(model, name, least):
+    with shortened(model, name, _DEPTH - 2):
         saved = trace_whole(make_shadow(model, inputs), structure=False).saved
     planned = []
-    for depth in depths:
+    for depth in (_DEPTH - 1, _DEPTH):
         with shortened(model, name, depth):
             planned.append(plan_model(model, config, inputs))
     few, more = (one.report for one in planned)
@@ -68,24 +67,27 @@ def _few(model: nn.Module, config: PatchConfig, inputs: ExampleInputs, name: str
     report = _extended(few, more, name, count)
     if report is None:
         return None
-    return Plans(report, planned[-1], FewRuns(name, 0, _DEPTHS[-1], count - _DEPTHS[-1]))
+    return Plans(report, planned[-1], FewRuns(name, 0, _DEPTH, count - _DEPTH))
 
 
 def _extended(few: PatchReport, more: PatchReport, name: str, count: int) -> PatchReport | None:
     """The report of ``count`` blocks, from those of three blocks and of four."""
-    blocks = count - _DEPTHS[1]
+    blocks = count - _DEPTH + 1
     notes = [_line_of_text(*pair, blocks) for pair in zip(few.notes, more.notes, strict=False)]
     texts = [note for note in notes if note is not None]
     if len(texts) < max(len(few.notes), len(more.notes)):
         return None
     repeated = _Repeated(name, count)
-    known = {block: dict(enumerate(sizes)) for block, *sizes in few.blocks}
-    outside = {
-        block: _grown(known.get(block, {}), dict(enumerate(sizes)), blocks).values()
-        for block, *sizes in more.blocks
-        if repeated.number(block) is None
-    }
-    floors = _grown(few.floor_blocks, more.floor_blocks, blocks)
+
+    def rows(few: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of repeated blocks stay as they are, and others grow."""
+        grown = _grown(few, more, blocks)
+        return {
+            block: grown[block] if repeated.number(block) is None else size
+            for block, size in repeated.all(more.items(), lambda row: row[0])
+        }
+
+    sizes = ({block: pair for block, *pair in one.blocks} for one in (few, more))
     sums = (
         "saved_before", "saved_after", "weight_copies_before", "weight_copies_after", "floor", "kinds",
     )  # fmt: skip
@@ -93,23 +95,20 @@ def _extended(few: PatchReport, more: PatchReport, name: str, count: int) -> Pat
         more,
         **{name: _grown(getattr(few, name), getattr(more, name), blocks) for name in sums},
         sites=repeated.all(more.sites, lambda site: site.name),
-        blocks=tuple(
-            (block, *outside.get(block, sizes))
-            for block, *sizes in repeated.all(more.blocks, lambda row: row[0])
-        ),
+        blocks=tuple((block, *pair) for block, pair in rows(*sizes).items()),
         notes=tuple(texts),
-        floor_blocks={
-            block: floors[block] if repeated.number(block) is None else size
-            for block, size in repeated.all(more.floor_blocks.items(), lambda row: row[0])
-        },
+        floor_blocks=rows(few.floor_blocks, more.floor_blocks),
     )
 
 
 def _grown(few: Any, more: Any, blocks: int) -> Any:
-    """Numbers that grow by an equal amount with each block, also in mappings and dataclasses: those of
-    ``blocks`` more than ``few`` has, which ``more`` has one more than."""
+    """Numbers that grow by an equal amount with each block, also in mappings, lists and dataclasses: those of
+    ``blocks`` more than ``few`` has (0 of none), which ``more`` has one more than."""
     if isinstance(more, Mapping):
         return {key: _grown(few.get(key, 0), value, blocks) for key, value in more.items()}
+    if isinstance(more, list):
+        pairs = zip(few or [0] * len(more), more, strict=True)
+        return [_grown(*pair, blocks) for pair in pairs]
     if dataclasses.is_dataclass(more) and not isinstance(more, type):
         return type(more)(**_grown(vars(few), vars(more), blocks))
     return few + blocks * (more - few)
@@ -147,18 +146,15 @@ class _Repeated:
         return int(found.group(2)) if found else None
 
     def all(self, rows: Iterable[T], name_of: Any) -> tuple[T, ...]:
-        third, last = _DEPTHS[2] - 2, _DEPTHS[2] - 1
         result: list[T] = []
-        given = list(rows)
-        middle = [row for row in given if self.number(name_of(row)) == third]
-        for row in given:
-            number = self.number(name_of(row))
-            if number == third:
-                if row is middle[0]:
-                    for shift in range(self.count - _DEPTHS[2] + 1):
-                        result += [self._moved(each, shift) for each in middle]
-            else:
-                result.append(self._moved(row, self.count - _DEPTHS[2] if number == last else 0))
+        numbered = [(self.number(name_of(row)), row) for row in rows]
+        third = [row for number, row in numbered if number == _DEPTH - 2]
+        more = self.count - _DEPTH
+        for number, row in numbered:
+            if number != _DEPTH - 2:
+                result.append(self._moved(row, more if number == _DEPTH - 1 else 0))
+            elif row is third[0]:
+                result += [self._moved(each, shift) for shift in range(more + 1) for each in third]
         return tuple(result)
 
     def _moved(self, value: Any, shift: int) -> Any:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import os
+import re
 from typing import Any
 
+import torch
 from torch import nn
 
 from lowmem_patch.errors import ConfigError
 from lowmem_patch.memory.caching_allocator import rounding_bytes
-from lowmem_patch.memory.cublas import workspace_sizes
 from lowmem_patch.memory.optimizers import check_optimizer, state_sizes
 from lowmem_patch.tracing.base_model import output_head
 from lowmem_patch.tracing.quantised import held_beside, own_bytes
@@ -18,6 +21,11 @@ from lowmem_patch.tracing.quantised import held_beside, own_bytes
 FEWEST_BYTES = 10_000  # of a budget: who writes a number below that means GiB
 # QLoRA: 4 bits a weight, an 8-bit scale per 64 weights, a float32 scale per 256 of those scales
 _WEIGHT_BLOCK, _SCALE_BLOCK = 64, 256
+# cuBLAS's workspaces, by torch's ``aten/src/ATen/cuda/CublasHandlePool.cpp`` and ``CUDABlas.cpp``
+_HANDLES = 2  # of the forward's thread, and of autograd's
+_LT = 1024  # KiB
+_LARGE, _SMALL = 32 * 2**20, (2 * 4096 + 8 * 16) * 2**10
+_WITH_LARGE = (9, 10, 12)  # compute capabilities: Hopper and Blackwell
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
           "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40,  # as for Docker and Slurm
           "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}  # fmt: skip
@@ -67,47 +75,61 @@ USUAL_TRAINING = Training()
 
 
 @dataclasses.dataclass(frozen=True)
-class StateSizes:
-    """Bytes of each tensor that is held for the whole of training, in the order of their allocation.
-
-    Attributes:
-        held: parameters and buffers, and what quantised weights hold beside them.
-        workspaces: of cuBLAS.
-        gradients: of the parameters that train.
-        optimizer: the state of the optimizer, which its first step makes.
-        on_gpu: they are on a GPU, or will be.
-    """
-
-    held: tuple[int, ...] = ()
-    workspaces: tuple[int, ...] = ()
-    gradients: tuple[int, ...] = ()
-    optimizer: tuple[int, ...] = ()
-    on_gpu: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
 class ModelStates:
-    """Bytes that are held for the whole of training.
+    """Bytes that one GPU holds for the whole of training, of each tensor in the order of their allocation.
 
     Attributes:
-        parameters: and buffers, and what quantised weights hold beside them (scales).
-        gradients: of the parameters that train, in their dtype, held between steps.
-        optimizer: the state of the optimizer.
+        held: parameters and buffers, and what quantised weights hold beside them (scales).
+        of_gradients: of the parameters that train, in their dtype, held between steps.
+        of_optimizer: the state of the optimizer, which its first step makes.
         dequantised: the largest quantised weight in the compute dtype (0 without quantisation).
-        workspace: on a GPU, of cuBLAS.
-        rounding: what a GPU's allocator rounds up for parameters and optimizer state alone.
-        sizes: of the single tensors.
+        workspaces: on a GPU, of cuBLAS.
+        on_gpu: they are on a GPU, or will be.
+        gpus: over which all but the workspaces is sharded.
         buckets: of DDP, a copy of the gradients.
     """
 
-    parameters: int
-    gradients: int
-    optimizer: int
+    held: tuple[int, ...] = ()
+    of_gradients: tuple[int, ...] = ()
+    of_optimizer: tuple[int, ...] = ()
     dequantised: int = 0
-    workspace: int = 0
-    rounding: int = 0
-    sizes: StateSizes = StateSizes()
+    workspaces: tuple[int, ...] = ()
+    on_gpu: bool = False
+    gpus: int = 1
     buckets: int = 0
+
+    def share(self, size: int) -> int:
+        """One GPU's part of so many bytes, rounded up."""
+        return -(-size // self.gpus)
+
+    @property
+    def parameters(self) -> int:
+        """Bytes of ``held``."""
+        return self.share(sum(self.held))
+
+    @property
+    def gradients(self) -> int:
+        return self.share(sum(self.of_gradients))
+
+    @property
+    def optimizer(self) -> int:
+        return self.share(sum(self.of_optimizer))
+
+    @property
+    def workspace(self) -> int:
+        return sum(self.workspaces)
+
+    @functools.cached_property
+    def rounding(self) -> int:
+        """What a GPU's allocator rounds up for parameters and optimizer state alone."""
+        sizes = (*self.held, *self.of_optimizer) if self.on_gpu else ()
+        return rounding_bytes(map(self.share, sizes))
+
+    def before_steps(self, accumulates: bool) -> tuple[int, ...]:
+        """Bytes of each tensor that is held before the first step, in the order of their allocation."""
+        buckets = self.of_gradients if self.buckets else ()
+        earlier = self.of_gradients if accumulates else ()
+        return *self.held, self.dequantised, *buckets, *self.workspaces, *earlier
 
     @property
     def counted(self) -> int:
@@ -162,14 +184,36 @@ def model_state_bytes(model: nn.Module, optimizer: str, *, quantised: bool = Fal
         if parameter.requires_grad:
             gradients.append(size)
             states += state_sizes(parameter, optimizer)
-    workspaces = workspace_sizes(model)
     on_gpu = any(parameter.device.type != "cpu" for parameter in model.parameters())
     return ModelStates(
-        sum(held),
-        sum(gradients),
-        sum(states),
-        dequantised,
-        sum(workspaces),
-        rounding_bytes((*held, *states)) if on_gpu else 0,
-        StateSizes((*held, dequantised), workspaces, tuple(gradients), tuple(states), on_gpu),
+        tuple(held), tuple(gradients), tuple(states), dequantised, workspace_sizes(model), on_gpu
     )
+
+
+def workspace_sizes(model: nn.Module) -> tuple[int, ...]:
+    """cuBLAS's workspaces, which the first products of a process take on the GPU where the model is, or will
+    be, and which stay; none on a CPU.
+
+    torch gives each cuBLAS handle one, and each thread that multiplies has a handle. cuBLASLt, which adds
+    biases, has one in the forward, and another in the backward where blocks run again: both are counted.
+    Those of AMD's libraries are not known here. A model on the meta device is planned for the GPU that is
+    here, and without one for the largest default.
+    """
+    parameter = next(model.parameters(), None)
+    if parameter is None or not (parameter.is_cuda or parameter.is_meta) or torch.version.hip:
+        return ()
+    major = _WITH_LARGE[0]
+    if parameter.is_cuda or torch.cuda.is_available():
+        major = torch.cuda.get_device_capability(parameter.device if parameter.is_cuda else None)[0]
+    one = _of_one(os.environ.get("CUBLAS_WORKSPACE_CONFIG"), major)
+    given = os.environ.get("CUBLASLT_WORKSPACE_SIZE", "")  # of KiB
+    return _HANDLES * (one, (int(given) if given.isdecimal() else _LT) * 2**10)
+
+
+def _of_one(config: str | None, major: int) -> int:
+    """``":4096:2:16:8"``: 2 buffers of 4096 KiB and 8 of 16 KiB; what is no such text counts as none, as for
+    torch."""
+    buffers = re.findall(r":([0-9]+):([0-9]+)", config or "")
+    if buffers:
+        return sum(int(size) * int(count) for size, count in buffers) * 2**10
+    return _LARGE if major in _WITH_LARGE else _SMALL

@@ -21,7 +21,7 @@ from lowmem_patch.memory.model_states import USUAL_TRAINING, ModelStates, Traini
 from lowmem_patch.memory.step import BACKWARD, FORWARD
 from lowmem_patch.memory.steps import Steps, UnevenError
 from lowmem_patch.memory.timeline import only
-from lowmem_patch.planning.apply import apply_plan
+from lowmem_patch.planning.plan import apply_plan
 from lowmem_patch.planning.planner import plan_model
 from lowmem_patch.planning.report import PatchReport
 from lowmem_patch.tracing.base_model import base_model, switch_checkpointing_on, text_config

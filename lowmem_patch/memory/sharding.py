@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch.memory.blocks import repeated_blocks
-from lowmem_patch.memory.caching_allocator import rounding_bytes
-from lowmem_patch.memory.model_states import ModelStates, StateSizes, Training, model_state_bytes
+from lowmem_patch.memory.model_states import ModelStates, Training, model_state_bytes
 from lowmem_patch.memory.step import AFTER_BACKWARD, AFTER_LOSS, BACKWARD, FORWARD, LOSS
 from lowmem_patch.memory.timeline import Timeline
 from lowmem_patch.strategies.checkpointing import Blocks
@@ -48,19 +47,9 @@ class Gathered:
         return 2 * (self.rest + self.block)
 
     @property
-    def between(self) -> int:
-        """Bytes when a block is gathered: the buffer of the one before it is not free yet."""
-        return self.rest + 3 * self.block
-
-    @property
     def computing(self) -> int:
         """Bytes while a block is computed."""
         return self.rest + 2 * self.block
-
-    @property
-    def backward(self) -> int:
-        """Bytes in a backward, at most, of which no more is known: gradients wait whole to be reduced."""
-        return self.computing + self.rest_gradients + 2 * self.block_gradients
 
 
 def gathered(model: nn.Module) -> Gathered:
@@ -84,24 +73,6 @@ def _gradients(parameters: Iterable[Tensor]) -> int:
     return _bytes(parameter for parameter in parameters if parameter.requires_grad)
 
 
-def states_of_one(states: ModelStates, gpus: int) -> ModelStates:
-    """The shards of one GPU; rounded up, and what its allocator rounds up for them."""
-    if gpus == 1:
-        return states
-    sizes = states.sizes
-    shards = StateSizes(
-        _shares(sizes.held, gpus),
-        sizes.workspaces,
-        _shares(sizes.gradients, gpus),
-        _shares(sizes.optimizer, gpus),
-        sizes.on_gpu,
-    )
-    names = ("parameters", "gradients", "optimizer")
-    shares = dict(zip(names, _shares([getattr(states, n) for n in names], gpus), strict=True))
-    rounding = rounding_bytes((*shards.held, *shards.optimizer)) if sizes.on_gpu else 0
-    return dataclasses.replace(states, **shares, sizes=shards, rounding=rounding)
-
-
 def is_replicated() -> bool:
     """Whether this is one of several processes, as under DDP."""
     there = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -116,16 +87,8 @@ def states_on_one(model: nn.Module, training: Training) -> ModelStates:
         ConfigError: an unknown optimizer.
     """
     states = model_state_bytes(model, training.optimizer, quantised=training.quantised)
-    if training.gpus > 1 or not is_replicated():
-        return states_of_one(states, training.gpus)
-    held = (*states.sizes.held, *states.sizes.gradients)
-    return dataclasses.replace(
-        states, sizes=dataclasses.replace(states.sizes, held=held), buckets=states.gradients
-    )
-
-
-def _shares(sizes: Iterable[int], gpus: int) -> tuple[int, ...]:
-    return tuple(-(-size // gpus) for size in sizes)
+    buckets = states.gradients if training.gpus == 1 and is_replicated() else 0
+    return dataclasses.replace(states, gpus=training.gpus, buckets=buckets)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +140,8 @@ class Sharding:
         # behind the last block there are head and loss; then that block is gathered again
         if moment == AFTER_LOSS or place == last:
             return whole.rest + whole.block
-        return whole.computing if place % 2 else whole.between
+        # when a block is gathered, the buffer of the one before it is not free yet
+        return whole.computing + (0 if place % 2 else whole.block)
 
     def _less(self, gradients: int) -> int:
         """What lies on other GPUs of whole gradients."""

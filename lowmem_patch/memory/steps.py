@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from lowmem_patch.errors import ConfigError, TraceError
-from lowmem_patch.memory.allocated import allocated_in_step
+from lowmem_patch.memory.caching_allocator import allocated_in_step
 from lowmem_patch.memory.model_states import Training
 from lowmem_patch.memory.optimizers import temporaries_of
 from lowmem_patch.memory.sharding import Sharding, gathered, gradients_of_runs, states_on_one
@@ -170,12 +170,13 @@ class Steps:
         if not timeline.events:
             return Need(counted + states.rounding, part, states.rounding)
         found = allocated_in_step(
-            states.sizes, timeline.events, accumulates=self.training.accumulates,
-            temporaries=self.temporaries,
+            states.before_steps(self.training.accumulates), states.of_optimizer, timeline.events,
+            self.temporaries,
         )  # fmt: skip
         in_backward = found.event < len(timeline.events)
         part = timeline.part_of(found.event) if in_backward else (OPTIMIZER, 0)
-        return Need(found.bound, part, found.bytes - counted, found.margin, found.reserved)
+        total = found.bytes + found.margin
+        return Need(total, part, found.bytes - counted, found.margin, found.reserved)
 
     def beside(self, timeline: Timeline) -> int:
         """Bytes of a step beside what is held for the whole of training."""

@@ -46,9 +46,9 @@ class Budget:
         """What of ``room``, the bytes beside the model states, is left for fragmentation."""
         return int(room * self.fragments)
 
-    def reserve_above(self, peak: int) -> int:
-        """What must be left where ``peak`` bytes are used beside the model states."""
-        return int(peak / (1 - self.fragments)) - peak + 1 if self.fragments else 0
+    def total(self, held: int, peak: int) -> int:
+        """Bytes of a step with this peak beside the model states, and what must be left then."""
+        return held + (int(peak / (1 - self.fragments)) + 1 if self.fragments else peak)
 
 
 def make_budget(fit: str | int, model: nn.Module) -> Budget:

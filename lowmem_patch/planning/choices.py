@@ -98,9 +98,6 @@ class Choices:
         self.saved = [run.copied for run in away]
         self.buffers = [run.buffers for run in away]
 
-    def steps(self) -> list[Step]:
-        return [self._step(number) for number in range(len(self.sites))]
-
     @property
     def lag(self) -> int:
         """Runs that the copy of what a usual one saves takes."""
@@ -119,7 +116,8 @@ class Choices:
                 found += self.buffers[number]
         return found
 
-    def _step(self, number: int) -> Step:
+    def step(self, number: int) -> Step:
+        """One run, and what it may do."""
         run, site = self.blocks.runs[number], self.sites[number]
         patched = self.sums["patched"].choice("patched", number, 0.0)
         choices = [patched]

@@ -8,6 +8,7 @@ Explanations stand below the table as footnotes, each once.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import sys
 import textwrap
@@ -15,7 +16,6 @@ from collections.abc import Iterable
 from typing import NamedTuple, TextIO
 
 FILE_WIDTH = 100  # of a table where output is no terminal and COLUMNS says nothing; whole names may take more
-HEADER = "bold"  # the style of a heading
 
 _GAP = 2  # spaces between columns
 _SHORTEST_NAME = 16
@@ -46,18 +46,20 @@ class Column:
     cells: list[str] = dataclasses.field(default_factory=list)
 
     @property
+    def lines(self) -> list[str]:
+        return [line for cell in self.cells for line in cell.split("\n")]
+
+    @property
     def natural(self) -> int:
-        return max(len(line) for text in (self.header, *self.cells) for line in text.split("\n"))
+        return max(map(len, (*self.header.split("\n"), *self.lines)))
 
     @property
     def least(self) -> int:
-        header = max(map(len, self.header.split()), default=0)
-        lines = [line for cell in self.cells for line in cell.split("\n")]
         if self.kind == "name":
-            return _shortest(lines)
-        if self.kind == "words":
-            lines = [word for line in lines for word in line.split()]
-        return max([header, *map(len, lines)])
+            return _shortest(self.lines)
+        words = [word for line in self.lines for word in line.split()]
+        texts = words if self.kind == "words" else self.lines
+        return max(map(len, (*self.header.split(), *texts)), default=0)
 
 
 @dataclasses.dataclass
@@ -90,15 +92,10 @@ class Table:
         lines: list[Line] = []
         for part in _parts(columns, room):
             lines += [*([Line("")] if lines else []), *_drawn(part, self.styles, room)]
-        return [*lines, *(Line(text, "dim") for text in self.notes(width))]
-
-    def notes(self, width: int | None) -> list[str]:
-        """The footnotes as lines."""
-        return [
-            line
-            for text, number in self.footnotes.items()
-            for line in wrapped(f"[{number}] {text}", width, indent="    ")
-        ]
+        for text, number in self.footnotes.items():
+            note = wrapped(f"[{number}] {text}", width, indent="    ")
+            lines += [Line(line, "dim") for line in note]
+        return lines
 
 
 def make_table(*headers: str, right: Iterable[str] = (), names: Iterable[str] = ()) -> Table:
@@ -166,10 +163,9 @@ def _total(widths: Iterable[int]) -> int:
 
 def _without_prefix(column: Column) -> Column:
     """A column of module paths whose common beginning stands in the header."""
-    lines = [line for cell in column.cells for line in cell.split("\n")]
-    if column.kind != "name" or len(lines) < 2:
+    if column.kind != "name" or len(column.lines) < 2:
         return column
-    paths = [line.split(" ")[0].split(".") for line in lines]
+    paths = [line.split(" ")[0].split(".") for line in column.lines]
     common = 0
     for parts in zip(*(path[:-1] for path in paths), strict=False):
         # a number says nothing without the name before it
@@ -216,7 +212,7 @@ def _drawn(columns: list[Column], styles: list[str | None], width: int) -> list[
     ]
     tallest = max(map(len, header))
     header = [[""] * (tallest - len(cell)) + cell for cell in header]
-    lines = _row(header, columns, widths, HEADER)
+    lines = _row(header, columns, widths, "bold")
     for row, style in enumerate(styles):
         if columns[0].cells[row] and not any(column.cells[row] for column in columns[1:]):
             continue
@@ -246,8 +242,7 @@ def _row(
 ) -> list[Line]:
     """Cells of one or several lines side by side, numbers to the right."""
     lines = []
-    for place in range(max(map(len, cells))):
-        texts = [cell[place] if place < len(cell) else "" for cell in cells]
+    for texts in itertools.zip_longest(*cells, fillvalue=""):
         padded = (
             text.rjust(width) if column.kind == "number" else text.ljust(width)
             for text, column, width in zip(texts, columns, widths, strict=True)

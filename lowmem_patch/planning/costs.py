@@ -131,16 +131,16 @@ def _operations(op: Op) -> float:
     return 0.0
 
 
-def _tensors(op: Op) -> list[Tensor]:
-    given = [value for value in (*op.args, *op.kwargs.values()) if isinstance(value, Tensor)]
-    return [*given, *op.outputs]
+def _given(op: Op) -> list[Tensor]:
+    return [value for value in (*op.args, *op.kwargs.values()) if isinstance(value, Tensor)]
 
 
 def _op_seconds(op: Op, device: Device) -> tuple[float, float]:
     """Seconds of the forward and of the backward."""
     if not op.outputs or op.role.has(_VIEWS):
         return 0.0, 0.0
-    tensors = _tensors(op)
+    given = _given(op)
+    tensors = (*given, *op.outputs)
     if op.role.has(Role.CAST) and op.outputs[0] is tensors[0]:
         return 0.0, 0.0
     moved = float(sum(tensor.nbytes for tensor in tensors))
@@ -148,7 +148,7 @@ def _op_seconds(op: Op, device: Device) -> tuple[float, float]:
     forward = device.seconds(operations, moved, width)
     if not op.outputs[0].requires_grad:
         return forward, 0.0
-    gradients = sum(tensor.requires_grad for tensor in tensors[: -len(op.outputs)])
+    gradients = sum(tensor.requires_grad for tensor in given)
     if op.role.has(_ATTENTION):
         return forward, 2.5 * forward
     return forward, forward * max(1, min(gradients, 2))
@@ -188,7 +188,7 @@ def _last_seconds(ops: Sequence[Op], device: Device) -> float:
     saved: set[int] = set()  # identities of tensors
     seconds = 0.0
     for op in reversed(ops):
-        given = [value for value in (*op.args, *op.kwargs.values()) if isinstance(value, Tensor)]
+        given = _given(op)
         linear = op.role.has(WEIGHT_MATMULS)
         passes = op.role.has(_SAVES_NOTHING) or (op.role.has(Role.PRODUCT) and len(given) == 1)
         if (linear or passes) and saved.isdisjoint(map(id, op.outputs)):

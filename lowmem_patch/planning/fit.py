@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 
@@ -25,7 +26,7 @@ from lowmem_patch.planning.choices import Choices
 from lowmem_patch.planning.costs import device_of, run_seconds
 from lowmem_patch.planning.fit_report import LEVEL_REASONS, FitReport, FittedBlock
 from lowmem_patch.planning.names import size_text
-from lowmem_patch.planning.solve import Solution, Step, least_limit, solve
+from lowmem_patch.planning.solve import Step, least_limit, solve
 from lowmem_patch.strategies.checkpointing import ALONE, LevelPatch, patches_of
 from lowmem_patch.strategies.protocol import Facts, Patch
 from lowmem_patch.tracing.shadow import Shadow
@@ -35,27 +36,8 @@ _SOLUTIONS = 64  # that are looked at
 _WORTH = 0.01  # of the seconds that levels cost: less is worth no further step on fake tensors
 
 
-Fitted = tuple[tuple[LevelPatch, ...], FitReport]  # what was chosen
-
-
+Chosen = tuple[dict[str, str], Timeline]  # levels by site, and a step at them
 NO_BLOCKS = "no repeated blocks were found that could be recomputed: all stays as patched"
-
-
-@dataclasses.dataclass(eq=False)
-class NoFit(Exception):
-    """No choice fits.
-
-    Attributes:
-        least: the least budget that can be met.
-        peak: of a step at that choice, without the model states.
-        levels: that choice, by site.
-        moment: when the peak is.
-    """
-
-    least: int
-    peak: int
-    levels: dict[str, str]
-    moment: str
 
 
 class Fitting(Steps):
@@ -88,6 +70,11 @@ class Fitting(Steps):
         return [block.site for block in self.blocks.blocks]
 
     @functools.cached_property
+    def ran(self) -> list[str]:
+        """Paths of the blocks, run by run."""
+        return [self.sites[run.block] for run in self.blocks.runs]
+
+    @functools.cached_property
     def patched(self) -> Timeline:
         """The step without any level.
 
@@ -113,20 +100,16 @@ class Fitting(Steps):
 
     def _kept(self) -> tuple[list[bool], list[bool]]:
         """Whether a patched run holds its output, and its input: seen beside runs that hold nothing."""
-        runs = self.blocks.runs
         as_patched = [run.output_lives for run in self.patched.runs]
         outputs, inputs = list(as_patched), [False, *as_patched[:-1]]
         for parity in (0, 1):
             levels = {b.site: "host" for b in self.free if self.sites.index(b.site) % 2 == parity}
             found = self.run(levels, settled=True, few=self.few).runs
-            for number in range(len(runs) - 1):
+            for number, (one, other) in enumerate(itertools.pairwise(self.ran)):
                 lives = found[self.few.stands_for(number) if self.few else number].output_lives
-                one, other = (
-                    levels.get(self.sites[runs[number + n].block], "patched") for n in (0, 1)
-                )
-                if (one, other) == ("patched", "host"):
+                if one not in levels and other in levels:
                     outputs[number] = lives
-                elif (one, other) == ("host", "patched"):
+                elif one in levels and other not in levels:
                     inputs[number + 1] = lives
         return outputs, inputs
 
@@ -144,21 +127,18 @@ class Fitting(Steps):
 
     @functools.cached_property
     def steps(self) -> list[Step]:
-        return self.choices.steps()
+        return [self.choices.step(number) for number in range(len(self.ran))]
 
     # the choice
 
-    def _site_levels(self, solution: Solution) -> dict[str, str]:
-        pairs = zip(self.blocks.runs, solution.levels, strict=True)
-        return {self.sites[run.block]: level for run, level in pairs}
-
-    def _least(self) -> tuple[dict[str, str], Timeline]:
+    @functools.cached_property
+    def least(self) -> Chosen:
         """The levels of the least peak, and its step."""
         enough = max(timeline.peak[0] for timeline in self.profiles.values())
         limit = least_limit(self.steps, 2 * enough)
         solution = solve(self.steps, limit)
         assert solution is not None
-        levels = self._site_levels(solution)
+        levels = dict(zip(self.ran, solution.levels, strict=True))
         found = levels, self.run(levels)
         # the sums of a mix may be above one level for all, whose step was run
         for level, profile in self.profiles.items():
@@ -168,34 +148,20 @@ class Fitting(Steps):
                 found = min(found, (levels, self.run(levels)), key=lambda one: one[1].peak[0])
         return found
 
-    def fit(self, budget: Budget, inputs: str) -> Fitted:
-        """The patches for a budget.
-
-        Raises:
-            NoFit: none fits.
-        """
+    def fit(self, budget: Budget, inputs: str) -> tuple[tuple[LevelPatch, ...], FitReport] | None:
+        """The patches for a budget; None where no choice fits."""
         room = budget.bytes - self.resident
         room -= budget.reserve(max(room, 0))
         found = self._within(room) if room > 0 else None
-        if found is None:
-            levels, timeline = self._least()
-            peak = self.beside(timeline)
-            if peak > room:
-                moment = self._name(self.need(timeline).part)
-                raise NoFit(self.total(timeline, budget), peak, levels, moment)
-            found = levels, timeline
-        return self._fitted(*found, budget, inputs)
-
-    def least(self, budget: Budget) -> int:
-        """The least budget that can be met, in bytes."""
-        return self.total(self._least()[1], budget)
+        if found is None and self.beside(self.least[1]) <= room:
+            found = self.least
+        return None if found is None else self._fitted(*found, budget, inputs)
 
     def total(self, timeline: Timeline, budget: Budget) -> int:
         """Bytes of a step, what is left for fragmentation included."""
-        peak = self.beside(timeline)
-        return self.resident + peak + budget.reserve_above(peak)
+        return budget.total(self.resident, self.beside(timeline))
 
-    def _within(self, room: int) -> tuple[dict[str, str], Timeline] | None:
+    def _within(self, room: int) -> Chosen | None:
         """The best choice whose step was run and takes no more than ``room`` bytes.
 
         The sums may say a little too much or too little: the limit that they are given moves until their
@@ -208,7 +174,7 @@ class Fitting(Steps):
             whole = self.run({}) if self.few else patched
             if self.beside(whole) <= room:
                 return {}, whole
-        best: tuple[dict[str, str], Timeline] | None = None
+        best: Chosen | None = None
         seconds, limit = math.inf, room
         tried: set[tuple[str, ...]] = set()
         for _ in range(_SOLUTIONS):
@@ -221,7 +187,7 @@ class Fitting(Steps):
             if solution.levels in tried or solution.seconds > (1 - _WORTH) * seconds:
                 break
             tried.add(solution.levels)
-            levels = self._site_levels(solution)
+            levels = dict(zip(self.ran, solution.levels, strict=True))
             timeline = self.run(levels)
             left = room - self.beside(timeline)
             if left >= 0 and solution.seconds < seconds:
@@ -231,7 +197,7 @@ class Fitting(Steps):
 
     def _fitted(
         self, levels: dict[str, str], timeline: Timeline, budget: Budget, inputs: str
-    ) -> Fitted:
+    ) -> tuple[tuple[LevelPatch, ...], FitReport]:
         blocks = self._rows(levels, timeline)
         reasons = {block.site: block.reason for block in blocks}
         need = self.need(timeline)
@@ -241,7 +207,7 @@ class Fitting(Steps):
             reserve=budget.reserve(max(0, budget.bytes - self.resident)),
             predicted=need.total,
             reserved=need.reserved,
-            moment=self._name(need.part),
+            moment=self.name(need.part),
             parameters=self.states.parameters,
             optimizer_state=self.states.optimizer,
             workspace=self.states.workspace,
@@ -261,7 +227,8 @@ class Fitting(Steps):
         )
         return patches_of(self.blocks, levels, reasons), report
 
-    def _name(self, part: Part) -> str:
+    def name(self, part: Part) -> str:
+        """As reports call a part of the step."""
         moment, place = part
         if moment == OPTIMIZER:
             return "the optimizer's step"
@@ -270,7 +237,7 @@ class Fitting(Steps):
             return f"{way} before the blocks" if self.sites else way
         if place == 2 * len(self.blocks.runs):
             return "head and loss"
-        site = self.sites[self.blocks.runs[(place - 1) // 2].block]
+        site = self.ran[(place - 1) // 2]
         return f"the {moment} of {site}" if place % 2 else f"the forward behind {site}"
 
     def _rows(self, levels: Mapping[str, str], timeline: Timeline) -> tuple[FittedBlock, ...]:

@@ -9,14 +9,14 @@ from torch import nn
 
 from lowmem_patch.errors import BudgetError
 from lowmem_patch.memory.model_states import FEWEST_BYTES, Training
-from lowmem_patch.planning.apply import apply_plan, undo
 from lowmem_patch.planning.budget import Budget, free_host_bytes, make_budget
 from lowmem_patch.planning.costs import scaled, timed_forward, with_measured_host
-from lowmem_patch.planning.fit import NO_BLOCKS, Fitting, NoFit
+from lowmem_patch.planning.fit import NO_BLOCKS, Fitting
 from lowmem_patch.planning.names import size_text
+from lowmem_patch.planning.plan import apply_plan, undo
 from lowmem_patch.planning.planner import Planned
 from lowmem_patch.planning.report import NOTHING_TRAINS, find_records
-from lowmem_patch.planning.suggestions import Suggestion, base_of, smaller_suggestions
+from lowmem_patch.planning.suggestions import Base, Suggestion, smaller_suggestions
 
 _WORTH = 0.05  # of the least budget: a change that saves less and does not suffice is not proposed
 
@@ -45,11 +45,11 @@ def fit_planned(
     """
     budget = make_budget(fit, model)
     fitting = fitting_of(model, planned, fit, training, host=host, timed=timed)
-    try:
-        patches, chosen = fitting.fit(budget, planned.report.inputs)
-    except NoFit as found:
-        text = _too_small(fitting, budget, found, planned.report.inputs)
-        raise BudgetError(text, found.least) from None
+    fitted = fitting.fit(budget, planned.report.inputs)
+    if fitted is None:
+        least = fitting.total(fitting.least[1], budget)
+        raise BudgetError(_too_small(fitting, budget, least, planned.report.inputs), least)
+    patches, chosen = fitted
     plan = dataclasses.replace(planned.plan, patches=(*planned.plan.patches, *patches))
     report = dataclasses.replace(planned.report, fit=chosen)
     return planned._replace(plan=plan, report=report)
@@ -104,14 +104,16 @@ def _timed(model: nn.Module, planned: Planned, sites: Sequence[str]) -> tuple[fl
         undo(model)
 
 
-def _too_small(fitting: Fitting, budget: Budget, found: NoFit, inputs: str) -> str:
+def _too_small(fitting: Fitting, budget: Budget, least: int, inputs: str) -> str:
+    levels, timeline = fitting.least
+    peak, part = fitting.beside(timeline), fitting.need(timeline).part
     more = sum(
-        fitting.seconds_of(number, found.levels.get(fitting.sites[run.block], "patched"))
-        for number, run in enumerate(fitting.blocks.runs)
+        fitting.seconds_of(number, levels.get(site, "patched"))
+        for number, site in enumerate(fitting.ran)
     )
     found_suggestions = smaller_suggestions(
-        base_of(fitting, fitting.shadow.model, budget, found.peak, more),
-        lambda smaller: fitting.beside(fitting.run(found.levels, inputs=smaller)),
+        Base(fitting, fitting.shadow.model, budget, peak, more),
+        lambda smaller: fitting.beside(fitting.run(levels, inputs=smaller)),
     )
     suggestions = sorted(found_suggestions, key=lambda suggestion: -suggestion.total)
     states = fitting.states
@@ -122,11 +124,11 @@ def _too_small(fitting: Fitting, budget: Budget, found: NoFit, inputs: str) -> s
         lines.append(f'fit={budget.bytes} is {budget.bytes} bytes: did you mean fit="{meant}"?')
     lines.append(
         f"fit {budget.asked}: no training step of this model fits. The least budget is "
-        f"{size_text(found.least, up=True)} ({found.least} bytes) for {inputs} and "
+        f"{size_text(least, up=True)} ({least} bytes) for {inputs} and "
         f"{fitting.training.optimizer}"
         + (f" on each of {fitting.training.gpus} GPUs: " if fitting.sharding else ": ")
         + f"parameters {size_text(weights)}, optimizer state {size_text(states.optimizer)}, "
-        f"gradients and activations {size_text(found.peak + fitting.earlier)} in {found.moment}"
+        f"gradients and activations {size_text(peak + fitting.earlier)} in {fitting.name(part)}"
         + (" (with what FSDP2 gathers)" if fitting.sharding else "")
         + (f", DDP's buckets {size_text(states.buckets)}" if states.buckets else "")
         + (f", cuBLAS's workspaces and rounding {size_text(workspace)}" if workspace else "")
@@ -145,7 +147,7 @@ def _too_small(fitting: Fitting, budget: Budget, found: NoFit, inputs: str) -> s
             f"the inputs of blocks may wait in {size_text(fitting.host)} of host memory, half of what is "
             f"available; with {size_text(2 * wanted, up=True)} available the least budget may be smaller"
         )
-    lines += _helps(suggestions, budget.bytes, found.least)
+    lines += _helps(suggestions, budget.bytes, least)
     return "\n".join(lines)
 
 

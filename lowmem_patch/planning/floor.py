@@ -27,8 +27,7 @@ from torch import Tensor
 
 from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.planning import floor_sites
-from lowmem_patch.planning.floor_items import Floor, FloorItem
-from lowmem_patch.planning.floor_sites import SiteCall, find_sites, gamma_trains, let_go, live_ops
+from lowmem_patch.planning.floor_sites import Floor, FloorItem, SiteCall
 from lowmem_patch.strategies.activations import normed_channels
 from lowmem_patch.strategies.cosine_attention import unit_rows
 from lowmem_patch.strategies.protocol import Facts
@@ -48,6 +47,7 @@ from lowmem_patch.tracing.saved_bytes import SavedStorage, storage_key
 from lowmem_patch.tracing.trace import Op
 
 _CODE_BITS = 2
+_BITS: dict[str, int] = {kind: tables[_CODE_BITS].bits for kind, tables in STEP_TABLES.items()}
 _FLAGS_PER_BYTE = 8
 _MATMULS = WEIGHT_MATMULS | MATMULS
 _PART_OF = REARRANGES | SELECTS | Role.CAST
@@ -64,15 +64,14 @@ class _FloorCount:
         trace = facts.trace
         self.trace, self.modules = trace, facts.modules
         self.makers = makers(trace)
-        self.norms, self.activations = find_sites(facts)
+        self.norms, self.activations = floor_sites.find_sites(facts)
         self.gated = floor_sites.gated_norms(facts)
         self.channels = normed_channels(facts)  # with an activation behind
         self.widths: dict[int, int] = {}  # fewest bytes an element that a matmul reads, by root
         self.items: dict[object, FloorItem] = {}
         self.attention: set[int] = set()  # keys of storages
-        self.of_logits: set[int] = (
-            set()
-        )  # ids: what is made of a head's logits, up to their cross entropy
+        # ids: what is made of a head's logits, up to their cross entropy
+        self.of_logits: set[int] = set()
         # what elementwise functions made is computed again of what they read
         self.elementwise = {
             storage_key(op.outputs[0])
@@ -84,8 +83,9 @@ class _FloorCount:
         for storage in trace.saved.storages:
             for module in dict.fromkeys(saver.module for saver in storage.savers):
                 self.saved_by.setdefault(module, []).append(storage)
-        self.live = live_ops(trace)
-        self.let_go = let_go(trace, self.live) | set(floor_sites.of_cosine_attention(facts))
+        self.live = floor_sites.live_ops(trace)
+        self.let_go = floor_sites.let_go(trace, self.live)
+        self.let_go.update(floor_sites.of_cosine_attention(facts))
         self.unit_rows = [op for op, alone in unit_rows(facts) if alone]
         self.gathered = self._count_gathered()
 
@@ -119,10 +119,7 @@ class _FloorCount:
     def _code_bits(self, output: Tensor) -> int:
         """Bits of the codes behind which an activation's output stands: 1 where that is exact."""
         op = self.makers.get(id(output))
-        for kind, tables in STEP_TABLES.items():
-            if op is not None and op.name == kind:
-                return tables[_CODE_BITS].bits
-        return _CODE_BITS
+        return _CODE_BITS if op is None else _BITS.get(op.name, _CODE_BITS)
 
     def _attention(self) -> None:
         softmaxes = [
@@ -230,15 +227,14 @@ class _FloorCount:
             return [source for part in parts for source in self._sources(part)]
         activation = self.activations.get(id(root)) or self._squared_relu(root)
         if activation is None:
-            return [self._before_site(self._of_one(root))]
+            sites = self.activations, self.norms
+            return [self._before_site(floor_sites.of_one(self.makers, root, sites))]
         return [self._before_channels(activation.source)]
 
     def _factors(self, root: Tensor, whole: Tensor) -> tuple[Tensor, ...] | None:
         """What a value, or the ``whole`` that it was made of with smaller tensors, is a product or sum of."""
         known = self.gated.get(id(root)) or floor_sites.of_repeated(self.makers, root)
-        product = known or self._product(root, by_rows=True)
-        if product is None:
-            product = self._product(whole, by_rows=True)
+        product = known or self._product(root, by_rows=True) or self._product(whole, by_rows=True)
         if product is None and not self.gathered[id(root)]:  # experts save what they gather of
             term = self._before_numbers(root)
             product = floor_sites.of_residual(self.makers, term, self.norms)
@@ -262,9 +258,6 @@ class _FloorCount:
         activation = self.activations.get(id(self._root(tensor)[0]))
         before = tensor if activation is None else self._before_numbers(activation.source)
         return self._before_channels(before)
-
-    def _of_one(self, tensor: Tensor) -> Tensor:
-        return floor_sites.of_one(self.makers, tensor, (self.activations, self.norms))
 
     def _before_channels(self, tensor: Tensor) -> Tensor:
         """The input of the norm over channels that made a tensor, which two norms may have in common."""
@@ -387,7 +380,9 @@ class _FloorCount:
             return  # constants, as those of a frozen batch norm, need no input
         seen = self._is_saved(output) or all(map(self._is_saved, self._sources(source)))
         seen = seen or floor_sites.is_for_attention(self.trace, norm, self.attention)
-        if not seen and (source.requires_grad or gamma_trains(self.modules[norm.module])):
+        if not seen and (
+            source.requires_grad or floor_sites.gamma_trains(self.modules[norm.module])
+        ):
             self._add(output, norm.module, "norms")
         if source.requires_grad and not self._is_of_activation(norm):
             # of a batch norm there are fewer, one for each channel

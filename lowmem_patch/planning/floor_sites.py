@@ -1,26 +1,71 @@
-"""The norms and activations of an unpatched model, whose outputs need not be saved; and the ops that autograd
-holds on to: those through which an output has a gradient."""
+"""What a floor is made of, and what it is counted from: the norms and activations of an unpatched model,
+whose outputs need not be saved, and the ops that autograd holds on to.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from lowmem_patch.planning.report import block_name
 from lowmem_patch.strategies.cosine_attention import scaled_scores, unit_rows
 from lowmem_patch.strategies.protocol import Facts
 from lowmem_patch.strategies.rotary import turned_of
 from lowmem_patch.tracing.base_model import is_leaf
 from lowmem_patch.tracing.call_arguments import is_square
+from lowmem_patch.tracing.categories import CATEGORIES
 from lowmem_patch.tracing.dataflow import Path, backward, first_input
 from lowmem_patch.tracing.op_roles import MATMULS, OF_ELEMENTS, OF_LOGITS, REARRANGES, Role, role_of
 from lowmem_patch.tracing.probes import NormSpec, looks_like_norm
 from lowmem_patch.tracing.saved_bytes import SavedStorage, storage_key
 from lowmem_patch.tracing.shadow import tensors_in
 from lowmem_patch.tracing.trace import Call, Op, Trace
+
+
+@dataclasses.dataclass(frozen=True)
+class FloorItem:
+    """One tensor that the rule allows.
+
+    Attributes:
+        module: the path of the module that needs it first.
+        category: one of ``lowmem_patch.tracing.categories.CATEGORIES``.
+        bytes: its size.
+    """
+
+    module: str
+    category: str
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Floor:
+    """Bytes that the rule allows, item by item."""
+
+    items: tuple[FloorItem, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(item.bytes for item in self.items)
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        sizes = Counter(dict.fromkeys(CATEGORIES, 0))
+        for item in self.items:
+            sizes[item.category] += item.bytes
+        return dict(sizes)
+
+    @property
+    def by_block(self) -> dict[str, int]:
+        sizes: Counter[str] = Counter()
+        for item in self.items:
+            sizes[block_name(item.module)] += item.bytes
+        return dict(sizes)
 
 
 class SiteCall(NamedTuple):
@@ -134,16 +179,13 @@ def of_residual(makers: dict[int, Op], tensor: Tensor, norms: Sites) -> tuple[Te
         term = pending.pop()
         op = makers.get(id(term))
         adds = op is not None and op.role.has(Role.SUM) and not op.writes and id(term) not in norms
-        if op is not None and adds and op.module == module and _are_of(op.reads, term.shape):
+        alike = op is not None and [read.shape for read in op.reads] == 2 * [term.shape]
+        if op is not None and adds and alike and op.module == module:
             pending += op.reads
         else:
             terms.append(term)
     own = sum(id(term) not in norms for term in terms)
     return tuple(terms) if own <= 1 < len(terms) else None
-
-
-def _are_of(tensors: Sequence[Tensor], shape: torch.Size) -> bool:
-    return len(tensors) == 2 and all(tensor.shape == shape for tensor in tensors)
 
 
 def parts_of(makers: dict[int, Op], tensor: Tensor) -> Sequence[Tensor]:

@@ -62,7 +62,8 @@ def largest_fit(
     guess = largest_that_fits(total, budget.bytes, bound)
     fits, exceeds = 0, bound + 1
     while guess - fits > CLOSE * fits:
-        left = budget.bytes - fitting(guess).least(budget)
+        one = fitting(guess)
+        left = budget.bytes - one.total(one.least[1], budget)
         fits, exceeds = (guess, exceeds) if left >= 0 else (fits, guess)
         half = (guess + 1) // 2
         rise = max(1, (total(guess) - total(half)) // max(1, guess - half))

@@ -1,7 +1,7 @@
-"""Decide what is done to each site of a model: every strategy is asked, the first to claim a site has it.
+"""Decide what is done to each site of a model, carry that out on it, all or nothing, and undo it.
 
-Facts come from the trace (who reads what), from the modules (what they compute) and from the parameters (what
-trains); a model's name plays no part. Nothing is touched.
+Every strategy is asked, and the first to claim a site has it. Facts come from the trace (who reads what), the
+modules (what they compute) and the parameters (what trains); a model's name plays no part.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import zlib
 from torch import nn
 
 from lowmem_patch.config import PatchConfig
+from lowmem_patch.errors import PatchError
+from lowmem_patch.nn.own import remove_own
 from lowmem_patch.planning.report import Site
 from lowmem_patch.strategies import STRATEGIES
-from lowmem_patch.strategies.fold import FoldedNorm
-from lowmem_patch.strategies.protocol import Facts, Patch
-from lowmem_patch.strategies.swap import Swap
+from lowmem_patch.strategies.fold import FoldedNorm, folded_now, refuse_lost_linears, unfold
+from lowmem_patch.strategies.protocol import Facts, Patch, Target
+from lowmem_patch.strategies.swap import Swap, put_back
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,3 +85,42 @@ def trains_signature(model: nn.Module) -> int:
     """A number that changes when what trains, or the model's structure, changes; the same in any process."""
     facts = [(name, p.requires_grad, str(p.dtype)) for name, p in model.named_parameters()]
     return zlib.crc32(repr(facts).encode())
+
+
+def apply_plan(model: nn.Module, plan: Plan, *, arithmetic: bool = True) -> None:
+    """Carry out every patch of a plan, in place.
+
+    Args:
+        arithmetic: False swaps modules and computes no weight, for a shadow without data.
+
+    Raises:
+        PatchError: something failed; the model is as it was.
+    """
+    target = Target(model, arithmetic=arithmetic)
+    try:
+        for patch in plan.patches:
+            patch.apply(target)
+    except Exception as error:  # whatever went wrong, the model must be put back first
+        undo(model, arithmetic=arithmetic)
+        raise PatchError(
+            f"the model was put back as it was, since patching failed: {error}"
+        ) from error
+
+
+def undo(model: nn.Module, *, arithmetic: bool = True, unfolds: bool = True) -> None:
+    """Take back what patches left on the model, also after training, wherever it is now.
+
+    Args:
+        arithmetic: as of :func:`apply_plan`.
+        unfolds: False leaves folded weights as they are.
+
+    Raises:
+        PatchError: the Linears behind a folded norm are not found; nothing was touched.
+    """
+    folded = folded_now(model)
+    if arithmetic and unfolds:
+        refuse_lost_linears(model, folded)
+    put_back(model)
+    for module in model.modules():
+        remove_own(module)
+    unfold(model, folded, arithmetic=arithmetic and unfolds)

@@ -166,66 +166,39 @@ def _single(
             yield key, _Pair(*sums, pair, (choice.level,))
 
 
-class _Segment:
-    """A segment that begins at a run and grows by one run at a time.
-
-    Attributes:
-        own, seconds: of its runs.
-        needed: bytes that must be free beside those that were held before it and its input.
-    """
-
-    def __init__(self, steps: Sequence[Step], start: int, first: Choice, kind: str) -> None:
-        self.steps, self.start, self.kind = steps, start, kind
-        self.own, self.seconds = first.own, first.seconds
-        self.levels: tuple[str, ...] = (first.level,)
-        self.waiting = self.largest = 0
-        behind = first.own + steps[start].behind
-        # its own input is among what its forward needs
-        output = steps[start - 1].output if start else 0
-        self.needed = max(first.forward - output, first.backward, behind)
-
-    def grow(self, number: int, choice: Choice) -> None:
-        output = self.steps[number - 1].output
-        self.waiting, self.largest = self.waiting + output, max(self.largest, output)
-        known = self.waiting
-        if self.kind == "halves":
-            known = min(known, self.largest * ((number - self.start).bit_length() + 1))
-        self.needed = max(
-            self.needed,
-            self.own + choice.forward,
-            self.own + choice.own + self.steps[number].behind,
-            self.own + known + choice.backward,
-        )
-        self.own, self.seconds = self.own + choice.own, self.seconds + choice.seconds
-        self.levels = (*self.levels, self.kind)
-
-    def behind(self, front: _Front, last: int, limit: int) -> Iterator[_Pair]:
-        """Pairs behind it, where it ends with the run ``last``."""
-        output = self.steps[self.start - 1].output if self.start else 0
-        seconds = self.seconds + _again(self.steps, self.start, last, self.kind)
-        for pairs in front.values():
-            for pair in pairs:
-                held = pair.held + output
-                if held + self.needed > limit:
-                    break  # they are sorted
-                yield _Pair(held + self.own, pair.seconds + seconds, pair, self.levels)
-
-
 def _segments(
     front: _Front, steps: Sequence[Step], start: int, limit: int, kind: str
 ) -> Iterator[tuple[int, list[_Pair]]]:
-    """Pairs behind a segment that begins at a run, with the number of the run behind it."""
-    first = _checkpointed(steps[start])
+    """Pairs behind a segment that begins at a run and grows by one run at a time, with the number of the run
+    behind it."""
+    first, output = _checkpointed(steps[start]), steps[start - 1].output if start else 0
     if first is None:
         return
-    segment = _Segment(steps, start, first, kind)
+    own, seconds = first.own, first.seconds
+    levels: tuple[str, ...] = (first.level,)
+    waiting = largest = 0
+    # bytes beside those that were held before it and its input, which is among what its forward needs
+    needed = max(first.forward - output, first.backward, own + steps[start].behind)
     longest = len(steps) if kind == "halves" else start + _LONGEST
     for number in range(start + 1, min(len(steps), longest)):
-        step, choice = steps[number], _checkpointed(steps[number])
+        step, choice, given = steps[number], _checkpointed(steps[number]), steps[number - 1].output
         if choice is None or not step.links or step.block == steps[start].block:
             return
-        segment.grow(number, choice)
-        found = list(segment.behind(front, number, limit))
+        waiting, largest = waiting + given, max(largest, given)
+        known = waiting
+        if kind == "halves":
+            known = min(known, largest * ((number - start).bit_length() + 1))
+        runs = choice.forward, choice.own + step.behind, known + choice.backward
+        needed = max(needed, own + max(runs))
+        own, seconds, levels = own + choice.own, seconds + choice.seconds, (*levels, kind)
+        cost = seconds + _again(steps, start, number, kind)
+        found = []
+        for pairs in front.values():
+            for pair in pairs:
+                held = pair.held + output
+                if held + needed > limit:
+                    break  # they are sorted
+                found.append(_Pair(held + own, pair.seconds + cost, pair, levels))
         if found:
             yield number + 1, found
 

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.errors import TraceError
-from lowmem_patch.memory.model_states import ModelStates, Training, model_state_bytes
-from lowmem_patch.memory.sharding import gathered, states_of_one
+from lowmem_patch.memory.model_states import Training, model_state_bytes
+from lowmem_patch.memory.sharding import gathered
 from lowmem_patch.memory.steps import UnevenError
 from lowmem_patch.memory.timeline import FewRuns, few_of, only
-from lowmem_patch.planning.apply import apply_plan
 from lowmem_patch.planning.budget import Budget
 from lowmem_patch.planning.choices import input_sizes, more_seconds
-from lowmem_patch.planning.costs import Device, RunSeconds
+from lowmem_patch.planning.costs import RunSeconds
 from lowmem_patch.planning.fit import Fitting
+from lowmem_patch.planning.plan import apply_plan
 from lowmem_patch.planning.planner import facts_and_plan
 from lowmem_patch.strategies.checkpointing import ALONE
 from lowmem_patch.tracing.inputs import ExampleInputs
@@ -55,94 +55,37 @@ class Base:
     """The step that the suggestions with ``on_top`` change.
 
     Attributes:
+        steps: those of which it is one: its inputs, model states, training, times and device.
         model: whose weights count.
-        inputs: of the step.
-        states: of the model.
-        training: its optimizer, whether frozen weights lie in few bits already, and over how many GPUs the
-            model states are sharded already.
         budget: its size says what fits, and its reserve is added to each step.
         peak: bytes of the step beside what is held for the whole of training.
-        runs: predicted times of the blocks' runs.
         more: predicted seconds that the levels of the blocks add.
-        device: the one for which these times are predicted.
     """
 
+    steps: Fitting
     model: nn.Module
-    inputs: ExampleInputs
-    states: ModelStates
-    training: Training
     budget: Budget
     peak: int
-    runs: Sequence[RunSeconds]
     more: float
-    device: Device
 
     @property
     def gradients(self) -> int:
         """Bytes of those that the peak may hold; gradients of earlier batches are there all the time."""
-        return 0 if self.training.accumulates else self.states.gradients
+        return self.steps.states.gradients - self.steps.earlier
 
     @property
-    def resident(self) -> int:
-        """Bytes that are held for the whole of training."""
-        return self.states.resident + self.states.gradients - self.gradients
+    def is_quantised(self) -> bool:
+        """Whether frozen weights lie in few bits already."""
+        steps = self.steps
+        return steps.states.dequantised > 0 or bool(steps.shadow.beside)
 
     @property
     def seconds(self) -> float:
-        return sum(run.forward + run.backward for run in self.runs) + self.more
+        return sum(run.forward + run.backward for run in self.steps.seconds) + self.more
 
     def total(self, peak: int, states: int | None = None) -> int:
         """Bytes of a step with this peak beside ``states``, by default those of the model."""
-        states = self.resident if states is None else states
-        return states + peak + self.budget.reserve_above(peak)
-
-
-def base_of(steps: Fitting, model: nn.Module, budget: Budget, peak: int, more: float) -> Base:
-    """The base of a step of ``model``'s.
-
-    Args:
-        peak, more: of the step, as of `Base`.
-    """
-    quantised = steps.states.dequantised > 0 or bool(steps.shadow.beside)
-    return Base(
-        model, steps.shadow.inputs, steps.states, dataclasses.replace(steps.training, quantised=quantised),
-        budget, peak, steps.seconds, more, steps.device,
-    )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class _Smaller:
-    """Inputs cut in one dimension, from ``size`` to ``to``: rows (0) or tokens of each row (1)."""
-
-    dim: int
-    size: int
-    to: int
-
-    @property
-    def name(self) -> str:
-        changed = f"{self.to} tokens a row" if self.dim else f"a batch of {self.to}"
-        return f"{changed}, not {self.size}"
-
-    def suggestion(self, base: Base, peak_of: Callable[[ExampleInputs], int]) -> Suggestion | None:
-        """The base with such inputs; None of a model that does not take them."""
-        try:
-            peak = peak_of(_cut(base.inputs, self.dim, self.size, self.to))
-        except TraceError:
-            return None
-        part = self.to / self.size
-        shares = (1.0, part) if self.dim else (part, 1.0)
-        seconds = _part_of(base.runs, *shares) * base.seconds
-        return Suggestion(self.name, base.total(max(peak, base.gradients)), seconds, on_top=True)
-
-    def larger(self, base: Base, suggestion: Suggestion) -> _Smaller | None:
-        """Inputs that are cut less, and fit if bytes grow as on a line or faster; None where there is no
-        room, or the whole ones fit."""
-        whole, budget = base.total(base.peak), base.budget.bytes
-        if not suggestion.total <= budget < whole:
-            return None
-        room = (budget - suggestion.total) / (whole - suggestion.total)
-        to = self.to + int(room * (self.size - self.to))
-        return dataclasses.replace(self, to=to) if to > self.to else None
+        return self.budget.total(self.steps.resident if states is None else states, peak)
 
 
 def smaller_suggestions(
@@ -154,38 +97,65 @@ def smaller_suggestions(
     Args:
         peak_of: bytes of a step with other inputs, beside what is held for the whole of training.
     """
-    for smaller in _smaller(base.inputs):
-        if (suggestion := smaller.suggestion(base, peak_of)) is None:
+    steps = base.steps
+    for dim, size, to in _smaller(steps.shadow.inputs):
+        suggestion = _of_smaller(base, peak_of, dim, size, to)
+        if suggestion is None:
             continue
-        larger = smaller.larger(base, suggestion)
-        found = None if larger is None else larger.suggestion(base, peak_of)
-        yield suggestion if found is None or found.total > base.budget.bytes else found
-    if base.training.gpus > 1:
+        whole, budget = base.total(base.peak), base.budget.bytes
+        if suggestion.total <= budget < whole:
+            # inputs that are cut less, and fit if bytes grow as on a line or faster
+            room = (budget - suggestion.total) / (whole - suggestion.total)
+            larger = to + int(room * (size - to))
+            found = _of_smaller(base, peak_of, dim, size, larger) if larger > to else None
+            if found is not None and found.total <= budget:
+                suggestion = found
+        yield suggestion
+    if steps.training.gpus > 1:
         if (more := _more_gpus(base)) is not None:
             yield more
         return
-    if not base.training.quantised and _is_of_linears(base.model):
+    if not base.is_quantised and _is_of_linears(base.model):
         yield _qlora(base)
-    if base.training.optimizer != "adamw8bit":
+    given = steps.training.optimizer
+    if given != "adamw8bit":
         optimizer = model_state_bytes(base.model, "adamw8bit").optimizer
-        total = base.total(base.peak, base.resident - base.states.optimizer + optimizer)
-        name = f"adamw8bit, an 8-bit optimizer, not {base.training.optimizer}"
+        total = base.total(base.peak, steps.resident - steps.states.optimizer + optimizer)
+        name = f"adamw8bit, an 8-bit optimizer, not {given}"
         yield Suggestion(name, total, base.seconds, on_top=True)
-    if not base.training.quantised and (sharded := _sharded(base)) is not None:
+    if not base.is_quantised and (sharded := _sharded(base)) is not None:
         yield sharded
+
+
+def _of_smaller(
+    base: Base, peak_of: Callable[[ExampleInputs], int], dim: int, size: int, to: int
+) -> Suggestion | None:
+    """The base with inputs cut in one dimension: rows (0) or tokens of each row (1); None of a model that
+    does not take them."""
+    steps, part = base.steps, to / size
+    try:
+        peak = peak_of(_cut(steps.shadow.inputs, dim, size, to))
+    except TraceError:
+        return None
+    shares = (1.0, part) if dim else (part, 1.0)
+    seconds = _part_of(steps.seconds, *shares) * base.seconds
+    changed = f"{to} tokens a row" if dim else f"a batch of {to}"
+    total = base.total(max(peak, base.gradients))
+    return Suggestion(f"{changed}, not {size}", total, seconds, on_top=True)
 
 
 def _sharded(base: Base) -> Suggestion | None:
     """The least number of GPUs that fits; None where more of them would not help.
 
-    All shards of gradients count, and what is gathered in the backward, or before the first block.
+    All shards of gradients count, and what is gathered in the backward, where gradients wait whole to be
+    reduced, or before the first block.
     """
     whole = gathered(base.model)
-    activations = base.peak - base.gradients
-    peak = max(activations + whole.backward, whole.first)
+    waiting = whole.rest_gradients + 2 * whole.block_gradients
+    peak = max(base.peak - base.gradients + whole.computing + waiting, whole.first)
 
     def total(gpus: int) -> int:
-        one = states_of_one(base.states, gpus)
+        one = dataclasses.replace(base.steps.states, gpus=gpus, buckets=0)  # DDP's
         return base.total(peak, one.resident + one.gradients)
 
     return _on_fewest(base, total)
@@ -193,13 +163,14 @@ def _sharded(base: Base) -> Suggestion | None:
 
 def _more_gpus(base: Base) -> Suggestion | None:
     """The least number of GPUs above the base's that fits; shards of gradients count as they are now."""
-    beside = base.states.workspace + base.states.rounding
-    shared = (base.resident - beside) * base.training.gpus
+    steps = base.steps
+    beside = steps.states.workspace + steps.states.rounding
+    shared = (steps.resident - beside) * steps.training.gpus
     return _on_fewest(base, lambda gpus: base.total(base.peak, -(-shared // gpus) + beside))
 
 
 def _on_fewest(base: Base, total: Callable[[int], int]) -> Suggestion | None:
-    numbers = (gpus for gpus in _GPUS if gpus > base.training.gpus)
+    numbers = (gpus for gpus in _GPUS if gpus > base.steps.training.gpus)
     found = next((gpus for gpus in numbers if total(gpus) <= base.budget.bytes), None)
     if found is None:
         return None
@@ -215,8 +186,8 @@ def _part_of(runs: Sequence[RunSeconds], rows: float, tokens: float) -> float:
     return rows * tokens * (1 - attention + attention * tokens)
 
 
-def _smaller(inputs: ExampleInputs) -> Iterator[_Smaller]:
-    """Half the length, and one row."""
+def _smaller(inputs: ExampleInputs) -> Iterator[tuple[int, int, int]]:
+    """Half the length, and one row: a dimension, its size and a smaller one."""
     tensors = [tensor for tensor in inputs.tensors if tensor.dim() > 1]
     if not tensors:
         return
@@ -224,9 +195,9 @@ def _smaller(inputs: ExampleInputs) -> Iterator[_Smaller]:
     tokens = [tensor for tensor in tensors if not tensor.is_floating_point() and tensor.dim() == 2]
     length = tokens[0].shape[1] if tokens else 0
     if length >= 4:
-        yield _Smaller(1, length, length // 2)
+        yield 1, length, length // 2
     if rows > 1:
-        yield _Smaller(0, rows, 1)
+        yield 0, rows, 1
 
 
 def _cut(inputs: ExampleInputs, dim: int, size: int, smaller: int) -> ExampleInputs:
@@ -254,7 +225,7 @@ def _qlora(base: Base) -> Suggestion:
 
     Each pass over a block writes each weight in the compute dtype first.
     """
-    model = base.model
+    model, steps = base.model, base.steps
     trained = {name: p.requires_grad for name, p in model.named_parameters()}
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     full = all(module.weight.requires_grad for module in linears)
@@ -263,19 +234,19 @@ def _qlora(base: Base) -> Suggestion:
         if full:
             model.requires_grad_(False)
             adapters = sum(_RANK * (m.in_features + m.out_features) for m in linears)
-        states = model_state_bytes(model, base.training.optimizer, quantised=True)
+        states = model_state_bytes(model, steps.training.optimizer, quantised=True)
     finally:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(trained[name])
     # a base of a GPU has workspaces, wherever its model is now
-    beside = base.states.workspace + (states.rounding or base.states.rounding)
+    beside = steps.states.workspace + (states.rounding or steps.states.rounding)
     # weights, gradients and two moments of the adapters
     held = states.counted - states.workspace + beside + 4 * _ADAPTER_WIDTH * adapters
-    held += 0 if full else base.states.gradients - base.gradients
+    held += 0 if full else steps.earlier
     peak = base.peak - (base.gradients if full else 0)
     moved = sum(m.weight.numel() * (_PACKED + m.weight.element_size()) for m in linears)
     passes = 3 if base.more else 2
-    seconds = base.seconds + passes * moved / base.device.traffic
+    seconds = base.seconds + passes * moved / steps.device.traffic
     adapted = f", adapters of rank {_RANK} train" if full else ""
     return Suggestion(
         f"QLoRA: weights in 4 bits{adapted}", base.total(peak, held), seconds, on_top=True
@@ -339,7 +310,7 @@ def _suggestions(
             for one, size, changes in zip(steps.seconds, sizes, free, strict=False)
             if changes
         )
-        base = base_of(steps, model, budget, steps.beside(steps.profile(level)), more)
+        base = Base(steps, model, budget, steps.beside(steps.profile(level)), more)
         yield Suggestion(_NAMES[level], base.total(base.peak), base.seconds)
     yield from smaller_suggestions(
         base, lambda smaller: steps.beside(steps.profile(levels[-1], inputs=smaller))

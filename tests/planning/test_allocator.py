@@ -11,9 +11,14 @@ import torch
 from torch import nn
 
 from lowmem_patch import plan_patch
-from lowmem_patch.memory.allocated import allocated_in_step, margin_of
-from lowmem_patch.memory.caching_allocator import Block, CachingAllocator
-from lowmem_patch.memory.model_states import StateSizes
+from lowmem_patch.memory.caching_allocator import (
+    Allocated,
+    Block,
+    CachingAllocator,
+    allocated_in_step,
+    margin_of,
+)
+from lowmem_patch.memory.model_states import ModelStates
 from lowmem_patch.memory.timeline import Timeline, run_timeline
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import make_shadow
@@ -96,13 +101,18 @@ def test_blocks_are_split_and_joined() -> None:
 
 
 def test_a_training_is_played_from_its_beginning() -> None:
-    sizes = StateSizes(held=(MIB,), gradients=(3 * MIB,), optimizer=(2 * MIB, 512))
+    states = ModelStates(held=(MIB,), of_gradients=(3 * MIB,), of_optimizer=(2 * MIB, 512))
+
+    def played(*temporaries: int, accumulates: bool = False) -> Allocated:
+        held = states.before_steps(accumulates)
+        return allocated_in_step(held, states.of_optimizer, events, temporaries)
+
     events = [(0, 12 * MIB), (1, 3 * MIB), (0, 0)]  # an activation, a gradient
-    found = allocated_in_step(sizes, events, accumulates=False)
+    found = played()
     assert (found.bytes, found.event) == ((1 + 2 + 12 + 3) * MIB + 512, 1)
-    held = allocated_in_step(sizes, events, accumulates=True)
+    held = played(accumulates=True)
     assert held.bytes == found.bytes + 3 * MIB
-    later = allocated_in_step(sizes, events, accumulates=False, temporaries=(20 * MIB,))
+    later = played(20 * MIB)
     assert (later.bytes, later.event) == ((1 + 2 + 3 + 20) * MIB + 512, len(events))
 
 
@@ -111,9 +121,9 @@ def test_the_margin_is_three_standard_deviations_of_what_blocks_lose() -> None:
     lost = torch.rand(20_000, 48, generator=generator, dtype=torch.float64).sum(1) * MIB
     assert margin_of(48) == pytest.approx(3 * lost.std().item(), rel=0.02)
     assert margin_of(0) == 0
-    sizes = StateSizes(held=(3 * MIB,) * 12 + (MIB // 2,) * 50)
-    found = allocated_in_step(sizes, [(0, 512)], accumulates=False)
-    assert found.margin == margin_of(12) and found.bound == found.bytes + found.margin
+    held = (3 * MIB,) * 12 + (MIB // 2,) * 50
+    found = allocated_in_step(held, (), [(0, 512)])
+    assert found.margin == margin_of(12)
 
 
 def timeline_of(device: str) -> Timeline:

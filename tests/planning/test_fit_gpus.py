@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,12 +26,10 @@ from lowmem_patch.memory.step import (
 )
 from lowmem_patch.memory.timeline import RunBytes, Timeline
 from lowmem_patch.planning.budget import Budget
-from lowmem_patch.planning.costs import Device
 from lowmem_patch.planning.fit_model import fit_planned
 from lowmem_patch.planning.fit_report import FitReport
 from lowmem_patch.planning.planner import plan_model
 from lowmem_patch.planning.suggestions import Base, Suggestion, _sharded
-from lowmem_patch.tracing.inputs import as_example_inputs
 from tests.support.fitted import planned_once
 from tests.support.models import llama_of
 
@@ -104,15 +103,16 @@ class Counted(nn.Module):
         self.head = nn.Linear(4, classes, bias=False)
 
 
-def suggestion_of(model: nn.Module, activations: int, budget: int) -> Suggestion | None:
+def suggestion_of(
+    model: nn.Module, activations: int, budget: int, buckets: int = 0
+) -> Suggestion | None:
     states = model_state_bytes(model, "adamw")
-    states = dataclasses.replace(states, workspace=32)
-    device = Device("none", 1.0, 1.0, 1.0)
-    base = Base(
-        model, as_example_inputs(BATCH), states, Training(), Budget(budget, ""),
-        activations + states.gradients, (), 0.0, device,
-    )  # fmt: skip
-    return _sharded(base)
+    states = dataclasses.replace(states, workspaces=(32,), buckets=buckets)
+    steps: Any = SimpleNamespace(
+        states=states, resident=states.resident, earlier=0, seconds=(), training=Training()
+    )
+    peak = activations + states.gradients
+    return _sharded(Base(steps, model, Budget(budget, ""), peak, 0.0))
 
 
 def test_the_sum_of_a_step_over_several_gpus() -> None:
@@ -126,6 +126,12 @@ def test_the_sum_of_a_step_over_several_gpus() -> None:
         assert found is not None and found.total == total and found.on_top
         assert found.name == f"FSDP over {gpus} GPUs, bytes of each"
     assert suggestion_of(model, 1000, backward + 4 * weights // 64 + 32 - 1) is None
+
+
+def test_several_gpus_under_fsdp_have_no_buckets_of_ddp() -> None:
+    model = Counted(5)
+    alone, replicated = (suggestion_of(model, 1000, 10_000, buckets) for buckets in (0, 464))
+    assert alone is not None and replicated is not None and replicated.total == alone.total
 
 
 def test_the_sum_of_several_gpus_may_be_that_in_front_of_the_blocks() -> None:

@@ -129,8 +129,8 @@ def test_auto_asks_a_gpu(device: str, said: str, monkeypatch: pytest.MonkeyPatch
 def test_reserve_is_told_apart() -> None:
     budget = Budget(1000, "1000", 0.03)
     assert budget.reserve(1000) == 30
-    above = budget.reserve_above(970)
-    assert 970 + above - budget.reserve(970 + above) >= 970
+    total = budget.total(0, 970)
+    assert total - budget.reserve(total) >= 970
 
 
 def test_an_optimizer_that_is_none() -> None:

@@ -13,7 +13,7 @@ from lowmem_patch import plan_patch
 from lowmem_patch.functional.products_backward import linear_backward
 from lowmem_patch.memory import model_state_bytes, parse_bytes
 from lowmem_patch.memory.caching_allocator import rounding_bytes
-from lowmem_patch.memory.cublas import _of_one, workspace_sizes
+from lowmem_patch.memory.model_states import _of_one, workspace_sizes
 from lowmem_patch.planning.fit_report import _ranges
 from lowmem_patch.planning.names import size_text
 from lowmem_patch.tracing.inputs import ExampleInputs

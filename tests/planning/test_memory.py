@@ -25,7 +25,7 @@ from lowmem_patch.memory import (
     parse_bytes,
     predict_memory,
 )
-from lowmem_patch.memory.cublas import workspace_sizes
+from lowmem_patch.memory.model_states import workspace_sizes
 from lowmem_patch.tracing.inputs import ExampleInputs
 from lowmem_patch.tracing.shadow import Shadow, make_shadow
 from tests.support.step_bytes import step_bytes

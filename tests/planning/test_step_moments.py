@@ -29,7 +29,6 @@ from lowmem_patch.memory import (
 )
 from lowmem_patch.memory.few_blocks import Plans
 from lowmem_patch.memory.optimizers import temporaries_of
-from lowmem_patch.memory.sharding import states_of_one
 from lowmem_patch.memory.timeline import run_timeline
 from lowmem_patch.tracing.base_model import switch_checkpointing_on
 from lowmem_patch.tracing.inputs import ExampleInputs
@@ -374,14 +373,13 @@ def test_rounding_on_four_gpus_is_that_of_shards() -> None:
     found = predict_memory(
         model, load_config("auto"), lambda *_: inputs, batch_size=2, training=Training(gpus=4)
     ).before
-    one = states_of_one(states, 4)
+    one = dataclasses.replace(states, gpus=4)
     assert states.rounding > one.rounding == 0
     assert found.workspace == one.workspace + one.rounding
     assert found.moments["forward"] > one.resident
     # what shards lose counts also where a GPU has no workspaces
     larger = model_state_bytes(nn.Linear(2048, 4 * 1472, bias=False, device="meta"), "adamw")
-    without = dataclasses.replace(larger.sizes, workspaces=())
-    assert states_of_one(dataclasses.replace(larger, sizes=without), 4).rounding > 0
+    assert dataclasses.replace(larger, workspaces=(), gpus=4).rounding > 0
 
 
 def test_4_bits_on_several_gpus_and_unknown_checkpointing_are_refused() -> None:
