@@ -11,7 +11,9 @@ from torch import Tensor
 
 from lowmem_patch.tracing.call_arguments import (
     WeightMatmul,
+    are_row_numbers,
     argument,
+    by_place,
     dropout_call,
     is_square,
     weight_matmul,
@@ -127,7 +129,7 @@ def _reshapes(op: Op) -> bool:
 def _consumer(trace: Trace, op: Op, path: Path) -> Consumer:
     """The consumer that an op is, at the end of a path."""
     tensor, where = path.end, op.place
-    if op.writes and first_input(op) is tensor:
+    if op.writes and any(one is tensor for one in by_place(op.args, op.kwargs)[0][:1]):
         return Consumer("write", where, op, tensor=tensor)
     if op.opaque:
         text = f"{where} (custom, scripted, a hook or without gradients)"
@@ -242,8 +244,7 @@ def gathers_for_a_weight(trace: Trace, op: Op) -> bool:
     """Whether an op gathers rows by their numbers, which a matmul of a weight that trains would save."""
     if not op.role.has(Role.INDEX) or op.writes or op.opaque:
         return False
-    numbers = op.args[1]
-    if not isinstance(numbers, Tensor) or numbers.dim() != 1 or numbers.is_floating_point():
+    if not are_row_numbers(op.args[1]):
         return False
     return any(map(weight_trains, find_consumers(trace, op.outputs)))
 
@@ -256,7 +257,8 @@ class Writes:
         self._found: list[tuple[int, Op, set[int]]] = []
         for number, op in enumerate(trace.ops):
             if op.writes:
-                written = op.outputs if op.kwargs.get("out") is not None else op.args[:1]
+                args, kwargs = by_place(op.args, op.kwargs)
+                written = op.outputs if kwargs.get("out") is not None else args[:1]
                 places = {storage_key(t) for t in written if isinstance(t, Tensor)}
                 self._found.append((number, op, places))
 

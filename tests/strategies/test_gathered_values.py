@@ -156,3 +156,21 @@ def test_a_deep_model_is_patched_as_a_shallow_one(blocks: int) -> None:
     report = patch_report(patched(nn.Sequential(*(Narrow() for _ in range(blocks)))))
     said = f"modules that gather numbers of a tensor, which is not saved: {blocks}"
     assert said in report.notes
+
+
+class _Masked(nn.Module):
+    """Linears read the rows that a mask chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.first(x[mask]).sum() + self.second(x[~mask]).sum()
+
+
+def test_rows_that_a_mask_chooses_are_not_gathered_again() -> None:
+    """Which rows these are is known on data alone, and no reader asks."""
+    x = torch.randn(8, 16, requires_grad=True)
+    report = plan_patch(_Masked(), example_inputs=(x, torch.arange(8) % 3 > 0))
+    assert not [note for note in report.notes if "gather rows" in note]

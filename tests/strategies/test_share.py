@@ -245,3 +245,21 @@ def test_norm_in_front_of_a_frozen_linear_says_that_it_saves_no_less(trains: boo
     site = plan_patch(model, "exact", example_inputs=(torch.randn(2, 8),)).sites[0]
     assert site.strategy == "share"
     assert ("it saves nothing here, since the Linears" in site.reason) != trains
+
+
+class _Writes(nn.Module):
+    """The output of a norm is written in place."""
+
+    def __init__(self, named: bool) -> None:
+        super().__init__()
+        self.norm, self.linear, self.named = nn.LayerNorm(16), nn.Linear(16, 16), named
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return self.linear(torch.relu_(input=y) if self.named else torch.relu_(y))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_write_is_seen_however_its_argument_is_given(named: bool) -> None:
+    report = plan_patch(_Writes(named), example_inputs=(torch.randn(4, 16),))
+    assert [site.reason for site in report.sites] == ["its output is written in place by relu_"]
