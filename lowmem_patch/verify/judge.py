@@ -64,8 +64,8 @@ MORE_DRAWS = 4
 class _Run:
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
-    saved: int = 0
-    weight_copies: int = 0
+    saved: int
+    weight_copies: int
 
 
 def _integers(shape: torch.Size, seed: int) -> Tensor:
@@ -108,8 +108,8 @@ def _run(
         raise TraceError(
             f"{type(model).__name__} returns no floating-point tensor, so there is nothing to compare"
         )
-    run = _Run({name: t.detach().double() for name, t in outputs.items()}, {})
-    run.saved, run.weight_copies = saved.activations, saved.weight_copies
+    detached = {name: t.detach().double() for name, t in outputs.items()}
+    run = _Run(detached, {}, saved.activations, saved.weight_copies)
     ends = [t for t in outputs.values() if t.requires_grad]
     starts = [_integers(t.shape, seed + i).to(t) for i, t in enumerate(ends)]
     if ends:
@@ -190,11 +190,6 @@ def _check_beside(
         limit = most.limit + extra
         checks[most.name] = dataclasses.replace(most, limit=limit, passed=most.error <= limit)
     return checks
-
-
-def _towards(check: TensorCheck, cosine: float, has_direction: bool) -> TensorCheck:
-    """The check with its direction to another gradient."""
-    return dataclasses.replace(check, cosine=cosine, has_direction=has_direction)
 
 
 class _Arithmetic(NamedTuple):
@@ -312,7 +307,10 @@ class Judge:
         checks = self._judge_gradients(draws, subject, references, extra)
         to_exact = _check_gradients(exact.truth, [exact], subject.arithmetic.eps)
         directions = {check.name: (check.cosine, check.has_direction) for check in to_exact}
-        return [_towards(check, *directions[check.name]) for check in checks]
+        for place, check in enumerate(checks):
+            cosine, known = directions[check.name]
+            checks[place] = dataclasses.replace(check, cosine=cosine, has_direction=known)
+        return checks
 
     def _stepped(self, codes: Mapping[str, Codes], shift: float, dtype: torch.dtype) -> Any:
         return with_step_derivatives(self.copy_to(dtype), codes, shift)
