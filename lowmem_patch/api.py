@@ -89,12 +89,6 @@ def plan_patch(
     return _planned(model, resolved, example_inputs, asked)[0]
 
 
-def _refuse_other_than_bool(**given: object) -> None:
-    for name, value in given.items():
-        if type(value) is not bool:
-            raise ConfigError(f"{name}={value!r} is neither True nor False")
-
-
 def _asked(
     config: PatchConfig, fit: str | int | None, optimizer: str, accumulation: int, gpus: int
 ) -> Asked | None:
@@ -189,7 +183,9 @@ def patch_model(
         >>> model = patch_model(model, fit="23GiB", example_inputs=batch)  # a card of 24 GiB
     """
     checked_model(model, "patch_model")
-    _refuse_other_than_bool(strict=strict, check=check)
+    for name, value in {"strict": strict, "check": check}.items():
+        if type(value) is not bool:
+            raise ConfigError(f"{name}={value!r} is neither True nor False")
     config = given_config(preset, config, earlier_config(model))
     resolved, outer = load_config(config), model
     asked = _asked(resolved, fit, optimizer, accumulation, gpus)
@@ -227,8 +223,11 @@ def _complete(
     if before is not None:
         check_outputs(before, model, inputs)
         forget_reads(model)  # of the check
-    if not report.saved_after:
-        report = _counted(model, report, inputs)
+    if not report.saved_after:  # a run of the patched model tells
+        with preserved(model):
+            after = trace_whole(Shadow(model, inputs, None), structure=False)
+        notes = tuple(note for note in report.notes if note != NOT_COUNTED)
+        report = dataclasses.replace(report, **counted_after(report, after), notes=notes)
     _attach(model, report, asked)
     watch_first_forward(model, plan, adapters=report.config.linear_inputs != "keep")
 
@@ -242,14 +241,6 @@ def earlier_config(model: nn.Module) -> ConfigLike:
 def _with_known_inputs(model: ModelT) -> ModelT:
     """The model itself, or the transformers, timm or diffusers model that it holds and that trains."""
     return model if RECORD in model.__dict__ else cast(ModelT, inner_model(model))
-
-
-def _counted(model: nn.Module, report: PatchReport, inputs: ExampleInputs) -> PatchReport:
-    """The report with the bytes that a run of the patched model saves."""
-    with preserved(model):
-        after = trace_whole(Shadow(model, inputs, None), structure=False)
-    notes = tuple(note for note in report.notes if note != NOT_COUNTED)
-    return dataclasses.replace(report, **counted_after(report, after), notes=notes)
 
 
 def _is_patched_so(model: nn.Module, config: PatchConfig, asked: Asked | None) -> bool:
