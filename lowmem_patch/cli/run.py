@@ -15,7 +15,7 @@ import typer  # noqa: TID251 - only the command line imports typer
 
 from lowmem_patch.cli import options
 from lowmem_patch.cli.runtime import ExitCode, command, print_note
-from lowmem_patch.errors import BudgetError, ConfigError, LowmemPatchError
+from lowmem_patch.errors import ConfigError, LowmemPatchError
 
 if TYPE_CHECKING:
     from lowmem_patch.integrations.script import ScriptPatching
@@ -103,11 +103,10 @@ def _run(
     except LowmemPatchError as error:
         # proposals stand below the first line
         first, *rest = str(error).split("\n")
-        found = type(error)("\n".join([first + _place_in(script, error), *rest]))
-        if isinstance(found, BudgetError) and isinstance(error, BudgetError):
-            found.least = error.least
+        text = "\n".join([first + _place_in(script, error), *rest])
+        error.args = (text, *error.args[1:])
         with command(debug, waiting=None):
-            raise found from error
+            raise
 
 
 def _check_script(script: str, as_module: bool) -> None:
