@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,10 +14,7 @@ from lowmem_patch.integrations.patching import Patching, reports_of, summary, wr
 from lowmem_patch.planning.report import find_records
 from lowmem_patch.tracing.example_inputs import inner_models
 
-if TYPE_CHECKING:
-    from lightning.pytorch import Callback
-    from lightning.pytorch.utilities import rank_zero_info
-elif "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:
+if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:
     from pytorch_lightning import Callback
     from pytorch_lightning.utilities import rank_zero_info
 else:

@@ -82,7 +82,7 @@ class LowmemTrainerCallback(TrainerCallback):
             model,
             batch_size=args.per_device_train_batch_size,
             sequence_length=getattr(args, "max_length", None),
-            autocast=_autocast_dtype(args),
+            autocast=torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
             accumulation=args.gradient_accumulation_steps,
             gpus=_sharing_gpus(),
             optimizer=optimizer or "adamw",
@@ -127,10 +127,3 @@ def _sharing_gpus() -> int:
     state = library.AcceleratorState()
     mixed = getattr(state, "parallelism_config", None) is not None
     return int(state.num_processes) if getattr(state, "is_fsdp2", False) and not mixed else 1
-
-
-def _autocast_dtype(args: TrainingArguments) -> torch.dtype | None:
-    """The dtype of the trainer's autocast."""
-    if args.bf16:
-        return torch.bfloat16
-    return torch.float16 if args.fp16 else None
