@@ -216,10 +216,7 @@ def _complete(
     model: nn.Module, report: PatchReport, plan: Plan, inputs: Any, before: Any, asked: Asked | None
 ) -> None:
     """What is left to do on a model whose patches are there: the check, the report and the hooks.
-
-    Args:
-        before: what the unpatched model gave, None where nobody asked for the check.
-    """
+    ``before``: what the unpatched model gave, None where nobody asked for the check."""
     if before is not None:
         check_outputs(before, model, inputs)
         forget_reads(model)  # of the check

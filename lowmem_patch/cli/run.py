@@ -110,11 +110,7 @@ def _run(
 
 
 def _check_script(script: str, as_module: bool) -> None:
-    """Refuse a script or package that is not there; modules inside of a package are found by importing it.
-
-    Raises:
-        ConfigError: there is no such script or package.
-    """
+    """Refuse a script or package that is not there; modules inside of a package are found by importing it."""
     if not as_module:
         if not Path(script).is_file():
             raise ConfigError(f"there is no script {script}; a module's name needs -m")

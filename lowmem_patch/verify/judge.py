@@ -155,12 +155,8 @@ def _check_gradients(names: Iterable[str], draws: Sequence[_Draw], eps: float) -
     """Judge each gradient by the unpatched model's error on it, or on all gradients if that is larger.
 
     A gradient that is 0 in exact arithmetic (a key's bias) is nothing but rounding, so its errors are
-    measured against the model's mean gradient.
-
-    Args:
-        names: of the gradients to judge.
-        draws: over which errors and sizes are summed; the first has all gradients.
-        eps: of the dtype.
+    measured against the model's mean gradient. Errors and sizes are summed over ``draws``, of which the first
+    has all gradients.
     """
     truth, own, _ = draws[0]
     size = _norm(truth.values())
@@ -322,19 +318,13 @@ class Judge:
         references: Sequence[_Reference],
         extra: float = 0.0,
     ) -> list[TensorCheck]:
-        """Over one draw; what fails there, over `MORE_DRAWS` more.
-
-        Args:
-            draws: one beside each reference, all of one truth, that of the first.
-            extra: error that is allowed on top.
-        """
-        eps = subject.arithmetic.eps
-        first = draws[0]
-        checks = _check_beside(first.truth, [[draw] for draw in draws], eps, extra)
+        """Over one draw; what fails there, over `MORE_DRAWS` more. ``draws``: one beside each reference, all
+        of the first one's truth; ``extra``: error that is allowed on top."""
+        eps, several = subject.arithmetic.eps, [[draw] for draw in draws]
+        checks = _check_beside(draws[0].truth, several, eps, extra)
         failed = [c.name for c in checks.values() if not c.passed and math.isfinite(c.error)]
         if not failed:
             return [*checks.values()]
-        several = [[draw] for draw in draws]
         for seed in range(self.seed + 1, self.seed + 1 + MORE_DRAWS):
             found = self._run(subject.model, subject.arithmetic, seed)
             more = self._draws(found, subject, references, seed)
