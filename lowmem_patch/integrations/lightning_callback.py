@@ -71,8 +71,13 @@ class LowmemLightningCallback(Callback):  # type: ignore[misc]  # Lightning need
         """Patch what was made since, and write the report."""
         if not find_records(pl_module):
             self._patch(trainer, pl_module)
+        checkpoints = getattr(trainer, "checkpoint_callback", None)
+        # in every process: ``log_dir`` is broadcast, and one that asks alone waits forever
+        folder = (
+            getattr(checkpoints, "dirpath", None) or trainer.log_dir or trainer.default_root_dir
+        )
         if trainer.is_global_zero:
-            write_reports(_folder_of(trainer), reports_of(pl_module), self.patching)
+            write_reports(Path(str(folder)), reports_of(pl_module), self.patching)
 
     def _patch(self, trainer: Any, module: Any) -> None:
         example = self.patching.example_inputs
@@ -94,10 +99,3 @@ def sharing_gpus(strategy: Any) -> int:
     mesh = strategy.device_mesh  # there before ``setup`` is called
     cut = mesh["tensor_parallel"].size() > 1
     return 1 if cut else int(mesh["data_parallel"].size())
-
-
-def _folder_of(trainer: Any) -> Path:
-    """The folder where the checkpoints of this fit will lie."""
-    checkpoints = getattr(trainer, "checkpoint_callback", None)
-    folder = getattr(checkpoints, "dirpath", None) or trainer.log_dir or trainer.default_root_dir
-    return Path(str(folder))
