@@ -132,7 +132,7 @@ def model_settings(model: Any) -> dict[str, str]:
     from lowmem_patch.planning.names import listed
     from lowmem_patch.tracing.base_model import base_model
 
-    found = {"parameters": ", ".join(_dtypes(model))}
+    found = {"parameters": _dtypes(model)}
     attention = getattr(getattr(base_model(model), "config", None), "_attn_implementation", None)
     if attention is not None:
         found["attention"] = str(attention)
@@ -142,7 +142,7 @@ def model_settings(model: Any) -> dict[str, str]:
     return found
 
 
-def _dtypes(model: Any) -> list[str]:
+def _dtypes(model: Any) -> str:
     """The dtypes of the parameters, with who has which where there are several."""
     frozen, trains = (
         dict.fromkeys(
@@ -153,8 +153,6 @@ def _dtypes(model: Any) -> list[str]:
         for wanted in (False, True)
     )
     if not frozen or list(frozen) == list(trains):
-        return list(trains or frozen)
-    return [
-        f"{', '.join(frozen)} (frozen)",
-        *([f"{', '.join(trains)} (trained)"] if trains else []),
-    ]
+        return ", ".join(trains or frozen)
+    named = {"frozen": frozen, "trained": trains}
+    return ", ".join(f"{', '.join(dtypes)} ({name})" for name, dtypes in named.items() if dtypes)

@@ -13,7 +13,6 @@ import typer  # noqa: TID251 - only the command line imports typer
 from lowmem_patch.cli import options
 from lowmem_patch.cli.assumptions import Asked, Solve, assumptions, default_length, model_settings
 from lowmem_patch.cli.light_imports import light_imports, one_thread, uncollected_imports
-from lowmem_patch.cli.models import meta_model, name_unused, real_model, with_adapters
 from lowmem_patch.cli.runtime import ExitCode, command, print_json, print_result, quiet_libraries
 from lowmem_patch.errors import TraceError
 
@@ -126,9 +125,8 @@ def inspect(
 
             require_matplotlib()
         with light_imports(model), quiet_libraries():
-            built = meta_model(model, revision, trust_remote_code, dtype)
-            built = with_adapters(built, adapters, lora_rank).train()
-            name_unused(built, train=train, rank=lora_rank, length=seq_len)
+            built = options.meta_model(model, revision, trust_remote_code, dtype)
+            built = options.with_adapters(built, adapters, lora_rank, seq_len)
             imports_done()
             quantised = train.startswith("qlora")
             training = Training(optimizer.value, quantised, accumulation > 1, checkpointing, gpus)
@@ -309,9 +307,8 @@ def profile(
         adapters = options.lora_targets(train, real=True)
         wanted = options.torch_device(device)
         with quiet_libraries():
-            built = real_model(model, revision, trust_remote_code, dtype)
-            built = with_adapters(built, adapters, lora_rank, real=True).to(wanted).train()
-            name_unused(built, train=train, rank=lora_rank, length=seq_len)
+            built = options.real_model(model, revision, trust_remote_code, dtype)
+            built = options.with_adapters(built, adapters, lora_rank, seq_len, real=True).to(wanted)
             torch.manual_seed(0)
             inputs = make_example_inputs(built, batch_size=batch_size, sequence_length=seq_len)
             with torch.autocast(wanted, torch.bfloat16, enabled=autocast):
