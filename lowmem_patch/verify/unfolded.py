@@ -63,10 +63,13 @@ def _unfolded_gradients(
         for parts, part in zip(of_affine.values(), rest, strict=True):
             parts.append(part)
     for name, parts in of_affine.items():
-        known = [part for part in parts if part is not None]
-        start = torch.zeros_like(affine[name])
-        found[name] = sum(known, start) if len(known) == len(parts) else None
+        found[name] = _sum_if_known(parts, torch.zeros_like(affine[name]))
     return found
+
+
+def _sum_if_known(parts: Sequence[Tensor | None], start: Tensor) -> Tensor | None:
+    known = [part for part in parts if part is not None]
+    return sum(known, start) if len(known) == len(parts) else None
 
 
 def _leaf(tensor: Tensor) -> Tensor:
