@@ -89,6 +89,12 @@ def plan_patch(
     return _planned(model, resolved, example_inputs, asked)[0]
 
 
+def _refuse_other_than_bool(**given: object) -> None:
+    for name, value in given.items():
+        if type(value) is not bool:
+            raise ConfigError(f"{name}={value!r} is neither True nor False")
+
+
 def _asked(
     config: PatchConfig, fit: str | int | None, optimizer: str, accumulation: int, gpus: int
 ) -> Asked | None:
@@ -183,9 +189,7 @@ def patch_model(
         >>> model = patch_model(model, fit="23GiB", example_inputs=batch)  # a card of 24 GiB
     """
     checked_model(model, "patch_model")
-    for name, value in {"strict": strict, "check": check}.items():
-        if type(value) is not bool:
-            raise ConfigError(f"{name}={value!r} is neither True nor False")
+    _refuse_other_than_bool(strict=strict, check=check)
     config = given_config(preset, config, earlier_config(model))
     resolved, outer = load_config(config), model
     asked = _asked(resolved, fit, optimizer, accumulation, gpus)
