@@ -218,15 +218,15 @@ def _complete(
     model: nn.Module, report: PatchReport, plan: Plan, inputs: Any, before: Any, asked: Asked | None
 ) -> None:
     """What is left to do on a model whose patches are there: the check, the report and the hooks.
-
-    Args:
-        before: what the unpatched model gave, None where nobody asked for the check.
-    """
+    ``before``: what the unpatched model gave, None where nobody asked for the check."""
     if before is not None:
         check_outputs(before, model, inputs)
         forget_reads(model)  # of the check
-    if not report.saved_after:
-        report = _counted(model, report, inputs)
+    if not report.saved_after:  # a run of the patched model tells
+        with preserved(model):
+            after = trace_whole(Shadow(model, inputs, None), structure=False)
+        notes = tuple(note for note in report.notes if note != NOT_COUNTED)
+        report = dataclasses.replace(report, **counted_after(report, after), notes=notes)
     _attach(model, report, asked)
     watch_first_forward(model, plan, adapters=report.config.linear_inputs != "keep")
 
@@ -240,14 +240,6 @@ def earlier_config(model: nn.Module) -> ConfigLike:
 def _with_known_inputs(model: ModelT) -> ModelT:
     """The model itself, or the transformers, timm or diffusers model that it holds and that trains."""
     return model if RECORD in model.__dict__ else cast(ModelT, inner_model(model))
-
-
-def _counted(model: nn.Module, report: PatchReport, inputs: ExampleInputs) -> PatchReport:
-    """The report with the bytes that a run of the patched model saves."""
-    with preserved(model):
-        after = trace_whole(Shadow(model, inputs, None), structure=False)
-    notes = tuple(note for note in report.notes if note != NOT_COUNTED)
-    return dataclasses.replace(report, **counted_after(report, after), notes=notes)
 
 
 def _is_patched_so(model: nn.Module, config: PatchConfig, asked: Asked | None) -> bool:

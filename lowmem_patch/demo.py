@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import sysconfig
-import time
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -59,14 +58,12 @@ class FineTuning:
     score_before: float
     score_after: float
     saved: SavedBytes
-    seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
     """The same task on the stock model and on the patched one."""
 
-    task: DemoTask
     report: PatchReport
     stock: FineTuning
     patched: FineTuning
@@ -138,7 +135,7 @@ def compare(task: DemoTask, config: ConfigLike = "exact") -> Comparison:
     """Fine-tune the stock model and the patched one from the same weights on the same batches."""
     model = patch_model(task.load(), config, example_inputs=task.example_inputs)
     report = patch_report(model)
-    return Comparison(task, report, fine_tune(task, task.load()), fine_tune(task, model))
+    return Comparison(report, fine_tune(task, task.load()), fine_tune(task, model))
 
 
 def fine_tune(task: DemoTask, model: nn.Module) -> FineTuning:
@@ -150,15 +147,13 @@ def fine_tune(task: DemoTask, model: nn.Module) -> FineTuning:
     with saved_bytes(model.train()) as saved:
         task.loss(model, task.train_batches[0])
     losses = []
-    start = time.perf_counter()
     for batch in task.train_batches:
         loss = task.loss(model, batch)
         torch.autograd.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    seconds = time.perf_counter() - start
-    return FineTuning(losses, score_before, task.score(model.train(False)), saved, seconds)
+    return FineTuning(losses, score_before, task.score(model.train(False)), saved)
 
 
 def _prose_task() -> DemoTask:

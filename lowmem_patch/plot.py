@@ -47,21 +47,17 @@ def plot_saved_bytes(reports: Mapping[str, PatchReport], path: Path) -> None:
     figure = require_matplotlib()(figsize=size, dpi=DPI, layout="constrained")
     labels: dict[str, Any] = {}
     for row, (title, report) in enumerate(reports.items()):
-        _draw_bars(figure.add_subplot(len(reports), 1, row + 1), report, title, labels)
+        axes, kinds = figure.add_subplot(len(reports), 1, row + 1), report.kinds
+        unit, scale = unit_of(max(report.saved_before, report.saved_after, report.floor))
+        bars = {"before": kinds.before, "after": kinds.after, "floor": kinds.floor}
+        stack_bars(axes, bars, scale, labels)
+        axes.margins(x=0.15)
+        axes.set_xlabel(f"saved activation bytes, {unit}")
+        axes.set_title(title, fontsize="small", wrap=True)
     figure.legend(
         labels.values(), labels.keys(), loc="outside lower center", ncols=3, frameon=False
     )
     write_picture(figure, path)
-
-
-def _draw_bars(axes: Any, report: PatchReport, title: str, labels: dict[str, Any]) -> None:
-    """Three bars by kind; ``labels`` gets one bar for each kind."""
-    bars = {"before": report.kinds.before, "after": report.kinds.after, "floor": report.kinds.floor}
-    unit, scale = unit_of(max(report.saved_before, report.saved_after, report.floor))
-    stack_bars(axes, bars, scale, labels)
-    axes.margins(x=0.15)
-    axes.set_xlabel(f"saved activation bytes, {unit}")
-    axes.set_title(title, fontsize="small", wrap=True)
 
 
 def stack_bars(

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from lowmem_patch import plan_patch
 from lowmem_patch.cli import app
-from lowmem_patch.cli.asked import Asked
+from lowmem_patch.cli.assumptions import Asked
 from lowmem_patch.config import load_config
 from lowmem_patch.errors import BudgetError, ConfigError
 from lowmem_patch.memory import Training, steps

@@ -1,9 +1,9 @@
 """Training variants of one model side by side: memory and time of a step, interleaved in one process."""
 
+from lowmem_patch.bench.compare import Comparison as Comparison
+from lowmem_patch.bench.compare import Row as Row
 from lowmem_patch.bench.compare import compare as compare
 from lowmem_patch.bench.environment import environment as environment
-from lowmem_patch.bench.result import Comparison as Comparison
-from lowmem_patch.bench.result import Row as Row
 from lowmem_patch.bench.shapes import SHAPES as SHAPES
 from lowmem_patch.bench.shapes import Shape as Shape
 from lowmem_patch.bench.variants import VARIANTS as VARIANTS

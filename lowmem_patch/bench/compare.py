@@ -6,14 +6,14 @@ import contextlib
 import copy
 import dataclasses
 import gc
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lowmem_patch.bench.measure import Memory, Step
-from lowmem_patch.bench.result import Comparison, Row
+from lowmem_patch.bench.measure import Step
 from lowmem_patch.bench.variants import VARIANTS, Variant
 from lowmem_patch.errors import NothingToPatchError, VariantError
 from lowmem_patch.memory import model_state_bytes
@@ -26,17 +26,95 @@ _WARM_UP = 3
 _LONGEST_MESSAGE = 300
 
 
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One variant; bytes on a device are above those held before the step.
+
+    Attributes:
+        act: bytes held between forward and backward; on the CPU those that autograd saves.
+        peak, reserved: the most bytes allocated by tensors, and by the allocator; None on the CPU.
+        times: of every timed step, in milliseconds.
+        kernels: the sum of the times of all kernels of a step, in milliseconds; None on the CPU.
+        failed, skipped: the error, or the reason why the variant does not apply; then without numbers.
+    """
+
+    name: str
+    act: int | None = None
+    peak: int | None = None
+    reserved: int | None = None
+    times: tuple[float, ...] = ()
+    failed: str | None = None
+    skipped: str | None = None
+    kernels: float | None = None
+
+    @property
+    def measured(self) -> bool:
+        return bool(self.times)
+
+    @property
+    def quartiles(self) -> tuple[float, float, float]:
+        """Quartiles of the step time, in milliseconds; the second is the median."""
+        if len(self.times) == 1:
+            return (self.times[0],) * 3
+        low, median, high = statistics.quantiles(self.times, n=4, method="inclusive")
+        return low, median, high
+
+    @property
+    def busy(self) -> float | None:
+        """The share of a step in which kernels run, at most 1; the rest waits for Python and launches."""
+        return None if self.kernels is None else min(1.0, self.kernels / self.quartiles[1])
+
+    def to_dict(self, work: int) -> dict[str, Any]:
+        """Plain data; ``work`` is the number of tokens, images or rows of a step."""
+        if self.failed is not None:
+            return {"error": self.failed}
+        if self.skipped is not None:
+            return {"skipped": self.skipped}
+        low, median, high = self.quartiles
+        return {
+            "act_mib": _mib(self.act),
+            "peak_mib": _mib(self.peak),
+            "reserved_mib": _mib(self.reserved),
+            "step_ms": median,
+            "step_spread_ms": high - low,
+            "kernels_ms": self.kernels,
+            "per_second": 1000 * work / median,
+        }
+
+
+def _mib(size: int | None) -> float | None:
+    return None if size is None else size / 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """All variants on one device.
+
+    Attributes:
+        work, unit: the number of tokens, images or rows of a step, such as 8192 tokens.
+        parked: whether models were moved to the host while another was measured, for lack of memory.
+    """
+
+    rows: tuple[Row, ...]
+    device: str
+    work: int
+    unit: str
+    rounds: int
+    steps: int
+    parked: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        data = dataclasses.asdict(self)
+        del data["rows"]
+        return {**data, "variants": {row.name: row.to_dict(self.work) for row in self.rows}}
+
+
 @dataclasses.dataclass
 class _Entry:
     """A variant during the rounds; without a step when it failed or was skipped."""
 
-    name: str
+    row: Row
     step: Step | None = None
-    memory: list[Memory] = dataclasses.field(default_factory=list)
-    times: list[float] = dataclasses.field(default_factory=list)
-    kernels: float | None = None
-    failed: str | None = None
-    skipped: str | None = None
 
     @contextlib.contextmanager
     def record_errors(self) -> Iterator[None]:
@@ -44,22 +122,10 @@ class _Entry:
         try:
             yield
         except (VariantError, NothingToPatchError) as error:
-            self.skipped = _one_line(error)
+            self.row, self.step = Row(self.row.name, skipped=_one_line(error)), None
         except Exception as error:  # foreign code and the device may raise anything
-            self.failed = f"{type(error).__name__}: {_one_line(error)}"
-        if self.skipped or self.failed:
-            self.step = None
-
-    def row(self) -> Row:
-        if self.failed or self.skipped:
-            return Row(self.name, failed=self.failed, skipped=self.skipped)
-        # equal in every round, except where a kernel that was chosen late allocates more
-        act, peak, reserved = (
-            max((size for m in self.memory if (size := getattr(m, name)) is not None), default=None)
-            for name in ("act", "peak", "reserved")
-        )
-        times = tuple(self.times)
-        return Row(self.name, act, peak, reserved, times, kernels=self.kernels)
+            why = f"{type(error).__name__}: {_one_line(error)}"
+            self.row, self.step = Row(self.row.name, failed=why), None
 
 
 def _one_line(error: BaseException) -> str:
@@ -100,14 +166,13 @@ def compare(
     shared = shared if share_frozen else []
     parked = device.type == "cuda" and _needs_host_memory(model, shared, len(variants), device)
     shared = [] if parked else shared  # what waits on the host takes all of its weights there
-    entries = [_Entry(name) for name in variants]
+    entries = [_Entry(Row(name)) for name in variants]
     turns = len(entries) * (rounds + 1)
     tell = progress or (lambda *_: None)
     try:
-        for number, entry in enumerate(entries):
-            tell(f"{entry.name}: first steps", number, turns)
+        for number, (entry, variant) in enumerate(zip(entries, variants.values(), strict=True)):
+            tell(f"{entry.row.name}: first steps", number, turns)
             with entry.record_errors():
-                variant = variants[entry.name]
                 entry.step = _prepare(model, shared, variant, inputs, device, autocast)
                 if parked:
                     entry.step.move("cpu")
@@ -115,7 +180,7 @@ def compare(
         for turn in range(len(entries), turns):
             entry = entries[turn % len(entries)]
             if entry.step is not None:
-                tell(f"{entry.name}: round {turn // len(entries)}", turn, turns)
+                tell(f"{entry.row.name}: round {turn // len(entries)}", turn, turns)
                 with entry.record_errors():
                     _take_turn(entry, entry.step, steps, parked)
                 _free_unused(device)
@@ -124,7 +189,7 @@ def compare(
             entry.step = None
         _free_unused(device)
     work, unit = _work(inputs, tensors)
-    rows = tuple(entry.row() for entry in entries)
+    rows = tuple(entry.row for entry in entries)
     return Comparison(rows, str(device), work, unit, rounds, steps, parked)
 
 
@@ -156,11 +221,17 @@ def _take_turn(entry: _Entry, step: Step, steps: int, parked: bool) -> None:
     if parked:
         step.move(step.device)
     step.run()
-    entry.memory.append(step.memory())
+    row, memory = entry.row, step.memory()
+    # equal in every round, except where a kernel that was chosen late allocates more
+    most = {
+        name: max(size, getattr(row, name) or 0)
+        for name, size in dataclasses.asdict(memory).items()
+        if size is not None
+    }
     step.run()  # leaves the caching allocator as a training loop finds it
-    entry.times += [step.milliseconds() for _ in range(steps)]
-    if entry.kernels is None:
-        entry.kernels = step.kernel_milliseconds()
+    times = (*row.times, *(step.milliseconds() for _ in range(steps)))
+    kernels = step.kernel_milliseconds() if row.kernels is None else row.kernels
+    entry.row = dataclasses.replace(row, times=times, kernels=kernels, **most)
     if parked:  # while others have their turn
         step.move("cpu")
 

@@ -52,18 +52,17 @@ class Shape:
 def _llama(layers: int, **sizes: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaModel
 
-    config = LlamaConfig(
-        hidden_size=4096, num_attention_heads=32, num_hidden_layers=layers, **sizes
-    )
-    return nn.Module.to(LlamaModel(config), torch.bfloat16)
+    sizes |= {"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": layers}
+    return nn.Module.to(LlamaModel(LlamaConfig(**sizes)), torch.bfloat16)
 
 
 def _with_head(family: str, layers: int, **sizes: Any) -> nn.Module:
     """Made in bfloat16, not cast: float32 weights of 8B parameters would need 32 GB first."""
     import transformers
 
-    settings = {"num_hidden_layers": layers, "dtype": "bfloat16", **sizes}
-    config = getattr(transformers, f"{family}Config")(**settings)
+    config = getattr(transformers, f"{family}Config")(
+        num_hidden_layers=layers, dtype="bfloat16", **sizes
+    )
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -98,46 +97,28 @@ def _swin_t(_layers: int) -> nn.Module:
     return model
 
 
-_LLAMA_7B = {"intermediate_size": 11008, "vocab_size": 32000}
-_LLAMA_3_8B = {
-    "intermediate_size": 14336, "vocab_size": 128256, "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-}  # fmt: skip
-_LLAMA_3_1_8B: dict[str, Any] = {
-    "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-}  # fmt: skip
-_QWEN2_5_0_5B: dict[str, Any] = {
-    "hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2,
-    "vocab_size": 151936, "max_position_embeddings": 32768, "tie_word_embeddings": True,
-}  # fmt: skip
+_LLAMA_7B = partial(_llama, intermediate_size=11008, vocab_size=32000)
+_LLAMA_3_8B = partial(
+    _llama, intermediate_size=14336, vocab_size=128256, num_key_value_heads=8,
+    max_position_embeddings=8192,
+)  # fmt: skip
+_LLAMA_3_1_8B = partial(
+    _with_head, "Llama", hidden_size=4096, intermediate_size=14336, num_attention_heads=32,
+    num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072, rms_norm_eps=1e-5,
+    tie_word_embeddings=False,
+)  # fmt: skip
+_QWEN2_5_0_5B = partial(
+    _with_head, "Qwen2", hidden_size=896, intermediate_size=4864, num_attention_heads=14,
+    num_key_value_heads=2, vocab_size=151936, max_position_embeddings=32768, tie_word_embeddings=True,
+)  # fmt: skip
 
 # Four layers of a LLaMA tell as much of a block as forty: its blocks are all alike. Of a whole step they do
 # not: there the head and the loss count.
 SHAPES = {
-    "llama-7b": Shape(partial(_llama, **_LLAMA_7B), 4, 4, 2048, False, "LLaMA-7B", 32),
-    "llama-3-8b": Shape(partial(_llama, **_LLAMA_3_8B), 4, 4, 2048, False, "Llama-3-8B", 32),
-    "llama-3.1-8b": Shape(
-        partial(_with_head, "Llama", **_LLAMA_3_1_8B),
-        32,
-        2,
-        4096,
-        False,
-        "Llama-3.1-8B",
-        32,
-        head=True,
-    ),
-    "qwen2.5-0.5b": Shape(
-        partial(_with_head, "Qwen2", **_QWEN2_5_0_5B),
-        24,
-        4,
-        2048,
-        False,
-        "Qwen2.5-0.5B",
-        24,
-        head=True,
-    ),
+    "llama-7b": Shape(_LLAMA_7B, 4, 4, 2048, False, "LLaMA-7B", 32),
+    "llama-3-8b": Shape(_LLAMA_3_8B, 4, 4, 2048, False, "Llama-3-8B", 32),
+    "llama-3.1-8b": Shape(_LLAMA_3_1_8B, 32, 2, 4096, False, "Llama-3.1-8B", 32, head=True),
+    "qwen2.5-0.5b": Shape(_QWEN2_5_0_5B, 24, 4, 2048, False, "Qwen2.5-0.5B", 24, head=True),
     "vit-b": Shape(_vit_b, 12, 128, None, True, "ViT-B/16", 12, head=True),
     "roberta-base": Shape(_roberta_base, 12, 64, 256, True, "RoBERTa-base", 12),
     "swin-t": Shape(_swin_t, None, 64, None, True, "Swin-T", head=True),

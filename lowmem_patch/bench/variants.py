@@ -35,11 +35,11 @@ def unpatched(model: Any, _inputs: ExampleInputs) -> Any:
     return model
 
 
-def _preset(name: str) -> Variant:
-    def patched(model: Any, inputs: ExampleInputs) -> Any:
-        return patch_model(model, name, example_inputs=inputs, strict=True)
-
-    return patched
+def _patched(model: Any, inputs: ExampleInputs, *, preset: str, **settings: Any) -> Any:
+    try:
+        return patch_model(model, preset, example_inputs=inputs, **settings)
+    except BudgetError as error:
+        raise VariantError(str(error).split(": parameters ")[0]) from error
 
 
 def _checkpointing(model: Any, _inputs: ExampleInputs) -> Any:
@@ -90,29 +90,18 @@ def _restored_names(module: str) -> Iterator[None]:
         names.update(before)
 
 
+_PRESETS = {
+    name: partial(_patched, preset=name, strict=True)
+    for name in ("paper", "exact", "auto", "compact")
+}
 VARIANTS: dict[str, Variant] = {
     "unpatched": unpatched,
-    "paper": _preset("paper"),
-    "exact": _preset("exact"),
-    "auto": _preset("auto"),
-    "compact": _preset("compact"),
+    **_PRESETS,
     "checkpointing": _checkpointing,
     "liger": _liger,
     "compile": compiled(unpatched),
-    "auto+compile": compiled(_preset("auto")),
+    "auto+compile": compiled(_PRESETS["auto"]),
 }
-
-
-def _fit(preset: str, budget: str) -> Variant:
-    """A preset within a budget of bytes, weights and the optimizer's state included."""
-
-    def fitted(model: Any, inputs: ExampleInputs) -> Any:
-        try:
-            return patch_model(model, preset, example_inputs=inputs, fit=budget)
-        except BudgetError as error:
-            raise VariantError(str(error).split(": parameters ")[0]) from error
-
-    return fitted
 
 
 def _every(count: str) -> Variant:
@@ -142,7 +131,10 @@ def _of_word(word: str, words: list[str]) -> Variant:
                 "variant 'fit=auto': other variants run on the GPU, so name a size: fit=24GiB"
             )
         parse_bytes(value)
-        return _fit(next((w for w in words if w in preset_names()), "auto"), value)
+        preset = next((w for w in words if w in preset_names()), "auto")
+        return partial(
+            _patched, preset=preset, fit=value
+        )  # weights and the optimizer's state included
     if kind == "every":
         return _every(value)
     return VARIANTS[word]

@@ -1,7 +1,5 @@
 """Checkpoints: find a model, build or load it, and fold its norms into a stock checkpoint."""
 
-from lowmem_patch.checkpoint.convert import ConvertResult as ConvertResult
-from lowmem_patch.checkpoint.convert import NormOutcome as NormOutcome
 from lowmem_patch.checkpoint.convert import convert as convert
 from lowmem_patch.checkpoint.load import add_lora as add_lora
 from lowmem_patch.checkpoint.load import build_meta_model as build_meta_model

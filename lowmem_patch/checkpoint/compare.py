@@ -1,8 +1,4 @@
-"""Outputs against float64, and the error that a candidate may make.
-
-The unpatched model in float64 is the truth; the unpatched model in dtype D shows the error of D alone.
-A candidate in D may make at most a small factor of that error. Errors are relative L2 norms.
-"""
+"""Outputs against float64, and the error that a candidate may make, as `lowmem_patch.verify` says."""
 
 from __future__ import annotations
 

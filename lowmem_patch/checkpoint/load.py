@@ -172,38 +172,20 @@ def stored_names(model: Any, stored: Sequence[str]) -> dict[str, str]:
     own = model.state_dict()
     if not hasattr(model, "base_model_prefix"):
         return {name: name for name in stored if name in own}
-    renamings, converters, rename = _transformers_renaming(model)
+    mapping: Any = importlib.import_module("transformers.conversion_mapping")
+    loading: Any = importlib.import_module("transformers.core_model_loading")
+    conversions = mapping.get_model_conversion_mapping(model)
+    renamings = [c for c in conversions if isinstance(c, loading.WeightRenaming)]
+    converters = [c for c in conversions if isinstance(c, loading.WeightConverter)]
     prefix = model.base_model_prefix
     names: dict[str, str] = {}
     for name in stored:
-        target, converter = rename(name, renamings, converters, prefix, own)
+        target, converter = loading.rename_source_key(name, renamings, converters, prefix, own)
         if target not in own and name in own:
-            target, converter = rename(name, [], [], prefix, own)
+            target, converter = loading.rename_source_key(name, [], [], prefix, own)
         if target in own and converter is None:
             names[target] = name
     return names
-
-
-def _transformers_renaming(model: Any) -> tuple[list[Any], list[Any], Any]:
-    try:
-        mapping = importlib.import_module("transformers.conversion_mapping")
-        loading = importlib.import_module("transformers.core_model_loading")
-        conversions = mapping.get_model_conversion_mapping(model)
-        renamings = [c for c in conversions if isinstance(c, loading.WeightRenaming)]
-        converters = [c for c in conversions if isinstance(c, loading.WeightConverter)]
-        return renamings, converters, loading.rename_source_key
-    except (ImportError, AttributeError):
-        # these are no public names: without them only equal names, and the base model's prefix, are matched
-        return [], [], _add_or_strip_prefix
-
-
-def _add_or_strip_prefix(
-    name: str, _renamings: list[Any], _converters: list[Any], prefix: str, own: dict[str, Any]
-) -> tuple[str, None]:
-    if name in own:
-        return name, None
-    stripped = name.removeprefix(f"{prefix}.")
-    return (stripped if stripped in own else f"{prefix}.{name}"), None
 
 
 def add_lora(model: Any, target_modules: Sequence[str] | None = None, *, rank: int = 8) -> Any:

@@ -14,7 +14,6 @@ from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
-    LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -209,7 +208,7 @@ def _snapshot(name: str, repository: str, revision: str | None, patterns: list[s
         ) from error
     except HFValidationError as error:
         raise CheckpointError(f"{name} is neither a folder nor a hub id (org/name)") from error
-    except (OfflineModeIsEnabled, LocalEntryNotFoundError, EntryNotFoundError) as error:
+    except (OfflineModeIsEnabled, EntryNotFoundError) as error:
         raise CheckpointError(_unreachable(name)) from error
     except RepositoryNotFoundError as error:
         raise CheckpointError(

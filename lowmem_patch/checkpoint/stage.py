@@ -66,20 +66,13 @@ def staged_folder(out: Path) -> Iterator[Path]:
         written = aside / "new"
         written.mkdir()
         yield written
-        _swap(written, out, aside / "old")
+        if out.exists():
+            out.rename(aside / "old")
+        written.rename(out)
     except OSError as error:
         raise CheckpointError(f"{out} could not be written: {error}") from error
     finally:
+        # after any failure, an interrupt too, the former checkpoint goes back
+        if (aside / "old").exists() and not out.exists():
+            (aside / "old").rename(out)
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _swap(written: Path, out: Path, old: Path) -> None:
-    try:
-        if out.exists():
-            out.rename(old)
-        written.rename(out)
-    except BaseException:
-        # on any failure, an interrupt too, the former checkpoint goes back
-        if old.exists() and not out.exists():
-            old.rename(out)
-        raise

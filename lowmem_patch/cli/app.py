@@ -17,7 +17,6 @@ import lowmem_patch
 from lowmem_patch.cli import options
 from lowmem_patch.cli.bench import bench
 from lowmem_patch.cli.memory import inspect, profile
-from lowmem_patch.cli.models import name_unused
 from lowmem_patch.cli.run import RUN_SETTINGS, run
 from lowmem_patch.cli.runtime import (
     ExitCode,
@@ -164,7 +163,7 @@ def verify(
             )
             # float32 holds the values of any checkpoint; config.json may name a less precise dtype
             model = checkpoint.load_model(source, torch.float32)
-            name_unused(model, train="", length=seq_len)
+            options.name_unused_length(model, seq_len)
             torch.manual_seed(0)
             inputs = make_example_inputs(model, batch_size=batch_size, sequence_length=seq_len)
             settings: dict[str, Any] = {"example_inputs": inputs, "progress": progress}

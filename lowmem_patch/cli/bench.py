@@ -10,7 +10,6 @@ import typer  # noqa: TID251 - only the command line imports typer
 
 from lowmem_patch.cli import options
 from lowmem_patch.cli.assumptions import model_settings
-from lowmem_patch.cli.models import name_unused, real_model, with_adapters
 from lowmem_patch.cli.runtime import ExitCode, command, print_note, print_result, quiet_libraries
 from lowmem_patch.errors import ConfigError
 
@@ -104,8 +103,7 @@ def bench(
             torch.manual_seed(0)
             setup = _shape_setup(shape, layers, wanted, dtype) if shape else None
             setup = setup or _checkpoint_setup(model or "", revision, trust_remote_code, dtype)
-            built = with_adapters(setup.model, targets, lora_rank, real=True).train()
-            name_unused(built, train=train, rank=lora_rank, length=seq_len)
+            built = options.with_adapters(setup.model, targets, lora_rank, seq_len, real=True)
             inputs = _inputs(built, batch_size or setup.batch_size, seq_len or setup.length, wanted)
             autocast = setup.autocast if autocast is None else autocast
             with torch.autocast(wanted, torch.bfloat16, enabled=bool(autocast)):
@@ -178,7 +176,7 @@ def _checkpoint_setup(
 ) -> _Setup:
     from lowmem_patch.memory import most_positions
 
-    model = real_model(name, revision, trusted, dtype)
+    model = options.real_model(name, revision, trusted, dtype)
     return _Setup(model, _BATCH, min(_LENGTH, most_positions(model) or _LENGTH))
 
 

@@ -29,24 +29,23 @@ def run_demo_task(task: Any, as_json: bool) -> tuple[dict[str, Any], PatchReport
     task = dataclasses.replace(task, train_batches=task.train_batches[:_STEPS])
     with quiet_libraries(), layout.spinner(f"{task.name}: {_STEPS} steps unpatched and patched"):
         compared = demonstration.compare(task, "auto")
-    plan, stock, patched = compared.report, compared.stock, compared.patched
+    plan = compared.report
     bars = {"unpatched": plan.saved_before, "patched": plan.saved_after, "floor": plan.floor}
     show(f"memory, preset auto, {plan.inputs}", results.print_bars, bars)
-    rows = [
-        (label, run.losses[0], run.losses[-1], run.score_before, run.score_after)
-        for label, run in (("unpatched", stock), ("patched", patched))
-    ]  # fmt: skip
-    title = f"{len(stock.losses)} steps of fine-tuning on {task.data}"
-    show(title, results.print_fine_tuning, rows, task.score_name)
+    tuning = {
+        label: {
+            "first_loss": run.losses[0], "last_loss": run.losses[-1], "score_before": run.score_before,
+            "score_after": run.score_after, "saved_bytes": run.saved.activations,
+        }
+        for label, run in (("unpatched", compared.stock), ("patched", compared.patched))
+    }  # fmt: skip
+    title = f"{len(compared.stock.losses)} steps of fine-tuning on {task.data}"
+    show(title, results.print_fine_tuning, tuning, task.score_name)
     with quiet_libraries(), layout.progress_bar(quiet=as_json) as progress:
         verdict = verify_model(
             task.load(), "auto", dtypes=[torch.float32], autocast=None, progress=progress
         )
     show("gradients against float64", results.print_verification, verdict)
-    keys = ("first_loss", "last_loss", "score_before", "score_after")
-    tuning: dict[str, dict[str, Any]] = {r[0]: dict(zip(keys, r[1:], strict=True)) for r in rows}
-    for run, name in ((stock, "unpatched"), (patched, "patched")):
-        tuning[name]["saved_bytes"] = run.saved.activations
     data = {
         "plan": plan.to_dict(),
         "verify": verdict.to_dict(),

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-_QUANTISATION = ("bitsandbytes",)
 _NOT_FOR_TEXT = ("torchvision", "scipy", "sklearn")
 # keys of a config.json, or parts of them, of a model that may ask for them
 _NOT_TEXT = ("image", "vision", "video", "backbone", "timm", "audio", "auto_map", "quantization")
@@ -27,10 +26,10 @@ def light_imports(model: str) -> Iterator[None]:
 
     Nothing is done in a process that has imported transformers before: it knows its libraries.
     """
-    hidden = (*_QUANTISATION, *(_NOT_FOR_TEXT if _reads_text_alone(model) else ()))
+    hidden = {"bitsandbytes", *(_NOT_FOR_TEXT if _reads_text_alone(model) else ())}
     if {"transformers", "peft"} & sys.modules.keys():
-        hidden = ()
-    hidden = tuple(name for name in hidden if name not in sys.modules)
+        hidden = set()
+    hidden -= sys.modules.keys()
     modules: dict[str, Any] = sys.modules
     modules |= dict.fromkeys(hidden)  # None: there is no such module
     try:
@@ -42,27 +41,18 @@ def light_imports(model: str) -> Iterator[None]:
 
 def _reads_text_alone(model: str) -> bool:
     """Whether the model reads text alone, as far as a config.json says that need not be loaded first."""
-    path = Path(model).expanduser() / "config.json"
-    if not path.is_file():
-        path = _cached(model) or path
+    path: Any = Path(model).expanduser() / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        if not path.is_file():
+            import huggingface_hub
+
+            path = huggingface_hub.try_to_load_from_cache(model, "config.json")
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, TypeError, ValueError):  # not in the cache, no name of the hub's, no JSON
         return False
     if not isinstance(config, dict) or "model_type" not in config:  # timm's has none
         return False
     return not any(word in key for key in config for word in _NOT_TEXT)
-
-
-def _cached(model: str) -> Path | None:
-    import huggingface_hub
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = huggingface_hub.try_to_load_from_cache(model, "config.json")
-    except HFValidationError:
-        return None
-    return Path(found) if isinstance(found, str) else None
 
 
 @contextlib.contextmanager

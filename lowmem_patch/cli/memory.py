@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer  # noqa: TID251 - only the command line imports typer
 
 from lowmem_patch.cli import options
-from lowmem_patch.cli.asked import Asked, Solve
-from lowmem_patch.cli.assumptions import assumptions, default_length, model_settings
+from lowmem_patch.cli.assumptions import Asked, Solve, assumptions, default_length, model_settings
 from lowmem_patch.cli.light_imports import light_imports, one_thread, uncollected_imports
-from lowmem_patch.cli.models import meta_model, name_unused, real_model, with_adapters
 from lowmem_patch.cli.runtime import ExitCode, command, print_json, print_result, quiet_libraries
 from lowmem_patch.errors import TraceError
 
@@ -111,6 +109,8 @@ def inspect(
     Exits with 4 where --fit or --memory is too small for everything that was looked at.
     """
     with command(debug, as_json), uncollected_imports() as imports_done:
+        import torch
+
         from lowmem_patch.config import load_config
         from lowmem_patch.memory import Training
 
@@ -125,13 +125,12 @@ def inspect(
 
             require_matplotlib()
         with light_imports(model), quiet_libraries():
-            built = meta_model(model, revision, trust_remote_code, dtype)
-            built = with_adapters(built, adapters, lora_rank).train()
-            name_unused(built, train=train, rank=lora_rank, length=seq_len)
+            built = options.meta_model(model, revision, trust_remote_code, dtype)
+            built = options.with_adapters(built, adapters, lora_rank, seq_len)
             imports_done()
             quantised = train.startswith("qlora")
             training = Training(optimizer.value, quantised, accumulation > 1, checkpointing, gpus)
-            with one_thread(), _autocast("cpu", autocast):
+            with one_thread(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 found = _look(built, config, training, asked)
         _show(found, model, train, plot, as_json)
         if found.fits is False:
@@ -146,20 +145,19 @@ class _Look:
     plan: PatchReport
     assumed: dict[str, str]
     memory: MemoryReport | None
-    failed: str | None = None
-    suggestions: tuple[Suggestion, ...] = ()
-    device: str = ""
-    solved: dict[str, int] = dataclasses.field(default_factory=dict)
-    positions: int | None = None
+    failed: str | None
+    suggestions: tuple[Suggestion, ...]
+    device: str
+    solved: dict[str, int]
+    positions: int | None
 
     @property
     def fits(self) -> bool | None:
-        """Whether anything does; None where nobody asked."""
-        from lowmem_patch.report.fit import anything_fits
-
+        """Whether a row of the suggestions does, or any size of the step; None where nobody asked."""
         if self.memory is None or self.memory.limit is None or not self.suggestions:
             return None
-        return anything_fits(self.suggestions, self.memory)
+        limit = self.memory.limit
+        return bool(self.memory.largest_after) or any(s.total <= limit for s in self.suggestions)
 
 
 def _look(model: Any, config: PatchConfig, training: Training, asked: Asked) -> _Look:
@@ -183,12 +181,7 @@ def _look(model: Any, config: PatchConfig, training: Training, asked: Asked) -> 
     asked, solved = _solved(model, config, training, asked, host)
     make = _maker(model)
     inputs = make(asked.batch_size, asked.length or default_length(model))
-    assumed = assumptions(
-        model, inputs, training, batches=asked.batches, given_length=asked.length is not None,
-        solved=solved, fit=asked.fit,
-    )  # fmt: skip
-    if asked.fit is not None:
-        assumed["host memory"] = asked.about_host(host, training.gpus)
+    assumed = assumptions(model, inputs, training, asked, solved, host)
     plans = make_plans(model, config, inputs)
     report = plans.report
     if asked.fit is not None:
@@ -197,6 +190,7 @@ def _look(model: Any, config: PatchConfig, training: Training, asked: Asked) -> 
         )
         report = dataclasses.replace(report, fit=fitted.report.fit)
     tokens = inputs.kwargs.get("input_ids")
+    predicted = failed = None
     try:
         predicted = predict_memory(
             model, config, make, batch_size=asked.batch_size, training=training,
@@ -208,11 +202,10 @@ def _look(model: Any, config: PatchConfig, training: Training, asked: Asked) -> 
         if budget is not None:
             raise
         failed = f"no peak was predicted: {error}"
-        return _Look(report, assumed, None, failed, solved=solved, positions=most_positions(model))
     suggestions = find_suggestions(model, config, inputs, training, budget) if budget else ()
     return _Look(
-        report, assumed, predicted, suggestions=suggestions, device=device_of(model).name, solved=solved,
-        positions=most_positions(model),
+        report, assumed, predicted, failed, suggestions, device_of(model).name, solved,
+        most_positions(model),
     )  # fmt: skip
 
 
@@ -283,12 +276,6 @@ def _show(found: _Look, model: str, train: str, plot: Path | None, as_json: bool
         print_error(found.failed)
 
 
-def _autocast(device: str, enabled: bool) -> Any:
-    import torch
-
-    return torch.autocast(device, dtype=torch.bfloat16, enabled=enabled)
-
-
 def profile(
     model: options.ModelArgument,
     preset: options.PresetOption = "auto",
@@ -320,12 +307,11 @@ def profile(
         adapters = options.lora_targets(train, real=True)
         wanted = options.torch_device(device)
         with quiet_libraries():
-            built = real_model(model, revision, trust_remote_code, dtype)
-            built = with_adapters(built, adapters, lora_rank, real=True).to(wanted).train()
-            name_unused(built, train=train, rank=lora_rank, length=seq_len)
+            built = options.real_model(model, revision, trust_remote_code, dtype)
+            built = options.with_adapters(built, adapters, lora_rank, seq_len, real=True).to(wanted)
             torch.manual_seed(0)
             inputs = make_example_inputs(built, batch_size=batch_size, sequence_length=seq_len)
-            with _autocast(wanted, autocast):
+            with torch.autocast(wanted, torch.bfloat16, enabled=autocast):
                 result = profile_model(built, config, inputs)
         settings = model_settings(built)
         title = f"{model}: preset {config.name}, train {train}, {inputs}"

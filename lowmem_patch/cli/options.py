@@ -1,17 +1,19 @@
-"""Arguments and options that several commands share."""
+"""Arguments and options that several commands share, and the models that they name."""
 
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer  # noqa: TID251 - only the command line imports typer
 
-from lowmem_patch.errors import ConfigError
+from lowmem_patch.cli.runtime import print_note
+from lowmem_patch.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     import torch
 
+_RANK = 8
 
 Dtype = enum.StrEnum("Dtype", ("float32", "bfloat16", "float16"))
 StoredDtype = enum.StrEnum("StoredDtype", ("auto", "float32", "bfloat16", "float16"))
@@ -102,3 +104,68 @@ def torch_dtype(dtype: Dtype | StoredDtype | None) -> torch.dtype | None:
 
     found = None if dtype is None else getattr(torch, dtype.value, None)
     return found if isinstance(found, torch.dtype) else None
+
+
+def meta_model(name: str, revision: str | None, trusted: bool, dtype: StoredDtype) -> Any:
+    """The model on the meta device, without weights.
+
+    Raises:
+        CheckpointError: the checkpoint is quantised, or there is none.
+    """
+    from lowmem_patch import checkpoint
+
+    source = checkpoint.resolve(name, revision=revision, trust_remote_code=trusted, weights=False)
+    if source.quantised:
+        raise CheckpointError(f"{name} is quantised: inspect the full-precision checkpoint instead")
+    return checkpoint.build_meta_model(source, torch_dtype(dtype))
+
+
+def real_model(name: str, revision: str | None, trusted: bool, dtype: StoredDtype) -> Any:
+    """The model with its weights, on the CPU.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+    """
+    from lowmem_patch import checkpoint
+
+    source = checkpoint.resolve(name, revision=revision, trust_remote_code=trusted)
+    return checkpoint.load_model(source, torch_dtype(dtype))
+
+
+def with_adapters(
+    model: Any,
+    targets: list[str] | None,
+    rank: int | None,
+    length: int | None,
+    *,
+    real: bool = False,
+) -> Any:
+    """The model in training mode, with LoRA on ``targets``, of rank 8 unless told; none where they are None.
+
+    Adapters are on the meta device, or hold random values where ``real``. A rank without adapters and a
+    length without tokens are named on standard error; None: they were not given.
+    """
+    from lowmem_patch import checkpoint
+    from lowmem_patch.profile import materialise
+
+    if targets is not None:
+        model = checkpoint.add_lora(model, targets, rank=rank or _RANK)
+        model = materialise(model) if real else model
+    elif rank is not None:
+        print_note("--lora-rank does nothing here: with --train full there are no adapters")
+    name_unused_length(model.train(), length)
+    return model
+
+
+def name_unused_length(model: Any, length: int | None) -> None:
+    """Say on standard error where a length was given, and another would make no other inputs."""
+    from lowmem_patch.tracing.example_inputs import make_example_inputs
+
+    if length is None:
+        return
+    shorter, longer = (
+        str(make_example_inputs(model, batch_size=1, sequence_length=n, device="meta"))
+        for n in (8, 9)
+    )
+    if shorter == longer:
+        print_note(f"--seq-len does nothing here: {type(model).__name__} reads no tokens")

@@ -15,7 +15,7 @@ import typer  # noqa: TID251 - only the command line imports typer
 
 from lowmem_patch.cli import options
 from lowmem_patch.cli.runtime import ExitCode, command, print_note
-from lowmem_patch.errors import BudgetError, ConfigError, LowmemPatchError
+from lowmem_patch.errors import ConfigError, LowmemPatchError
 
 if TYPE_CHECKING:
     from lowmem_patch.integrations.script import ScriptPatching
@@ -103,19 +103,14 @@ def _run(
     except LowmemPatchError as error:
         # proposals stand below the first line
         first, *rest = str(error).split("\n")
-        found = type(error)("\n".join([first + _place_in(script, error), *rest]))
-        if isinstance(found, BudgetError) and isinstance(error, BudgetError):
-            found.least = error.least
+        text = "\n".join([first + _place_in(script, error), *rest])
+        error.args = (text, *error.args[1:])
         with command(debug, waiting=None):
-            raise found from error
+            raise
 
 
 def _check_script(script: str, as_module: bool) -> None:
-    """Refuse a script or package that is not there; modules inside of a package are found by importing it.
-
-    Raises:
-        ConfigError: there is no such script or package.
-    """
+    """Refuse a script or package that is not there; modules inside of a package are found by importing it."""
     if not as_module:
         if not Path(script).is_file():
             raise ConfigError(f"there is no script {script}; a module's name needs -m")

@@ -94,25 +94,16 @@ def quiet_libraries() -> Iterator[None]:
     verbosity.disable_progress_bar()
     if not sys.stderr.isatty():
         disable_progress_bars()
-    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings(), _errors_alone_logged():
+    handler = logging.lastResort  # of loggers without one of their own
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         warnings.filterwarnings("default", module="lowmem_patch")
+        if handler is not None:
+            stack.callback(handler.setLevel, handler.level)
+            handler.setLevel(logging.ERROR)
         yield
-
-
-@contextlib.contextmanager
-def _errors_alone_logged() -> Iterator[None]:
-    """Loggers without a handler of their own print errors alone."""
-    handler = logging.lastResort
-    if handler is None:
-        yield
-        return
-    before = handler.level
-    handler.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        handler.setLevel(before)
 
 
 def print_note(text: str) -> None:

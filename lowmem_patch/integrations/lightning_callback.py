@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,10 +14,7 @@ from lowmem_patch.integrations.patching import Patching, reports_of, summary, wr
 from lowmem_patch.planning.report import find_records
 from lowmem_patch.tracing.example_inputs import inner_models
 
-if TYPE_CHECKING:
-    from lightning.pytorch import Callback
-    from lightning.pytorch.utilities import rank_zero_info
-elif "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:
+if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:
     from pytorch_lightning import Callback
     from pytorch_lightning.utilities import rank_zero_info
 else:
@@ -74,8 +71,13 @@ class LowmemLightningCallback(Callback):  # type: ignore[misc]  # Lightning need
         """Patch what was made since, and write the report."""
         if not find_records(pl_module):
             self._patch(trainer, pl_module)
+        checkpoints = getattr(trainer, "checkpoint_callback", None)
+        # in every process: ``log_dir`` is broadcast, and one that asks alone waits forever
+        folder = (
+            getattr(checkpoints, "dirpath", None) or trainer.log_dir or trainer.default_root_dir
+        )
         if trainer.is_global_zero:
-            write_reports(_folder_of(trainer), reports_of(pl_module), self.patching)
+            write_reports(Path(str(folder)), reports_of(pl_module), self.patching)
 
     def _patch(self, trainer: Any, module: Any) -> None:
         example = self.patching.example_inputs
@@ -97,10 +99,3 @@ def sharing_gpus(strategy: Any) -> int:
     mesh = strategy.device_mesh  # there before ``setup`` is called
     cut = mesh["tensor_parallel"].size() > 1
     return 1 if cut else int(mesh["data_parallel"].size())
-
-
-def _folder_of(trainer: Any) -> Path:
-    """The folder where the checkpoints of this fit will lie."""
-    checkpoints = getattr(trainer, "checkpoint_callback", None)
-    folder = getattr(checkpoints, "dirpath", None) or trainer.log_dir or trainer.default_root_dir
-    return Path(str(folder))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
+import inspect
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +17,6 @@ from torch import nn
 from lowmem_patch.api import patch_model, patch_report
 from lowmem_patch.config import ConfigLike, given_config, load_config
 from lowmem_patch.errors import ConfigError
-from lowmem_patch.integrations.refusals import refuse_model
 from lowmem_patch.planning.budget import checked_budget
 from lowmem_patch.planning.names import fewer_or_more
 from lowmem_patch.planning.planner import SMALL
@@ -26,6 +26,11 @@ from lowmem_patch.tracing.isolation import preserved
 
 REPORT_FILE = "lowmem_patch.json"
 _PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "lightning", "timm", "diffusers")
+# Kernels that write gradients over what others save, by the beginning of their module's name, and the mend.
+_OVERWRITE = {
+    "unsloth": "load the model with transformers, or use Unsloth without lowmem-patch",
+    "axolotl.kernels.lora": "set lora_mlp_kernel, lora_qkv_kernel and lora_o_kernel to false",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +100,7 @@ class Patching:
         given = self.example_inputs if example_inputs is None else example_inputs
         found = [model] if given is not None else inner_models(model)
         for part in found:
-            refuse_model(part)
+            _refuse_model(part)
         for part in found:
             inputs = self._inputs(part, batch_size, sequence_length) if given is None else given
             with _autocast(part, autocast):
@@ -140,6 +145,25 @@ class Patching:
                 f"{' and '.join(self.names[name] for name in unknown)}{self.names['example_inputs']}"
             )
         return _drawn(model, rows, length)
+
+
+def _refuse_model(model: nn.Module) -> None:
+    """Refuse a model that other code computes in a way that a patch would break, or would be undone by."""
+    for name, module in model.named_modules():
+        forward = inspect.unwrap(module.__dict__.get("forward", type(module).forward))
+        origin = str(getattr(forward, "__module__", ""))
+        for library, mend in _OVERWRITE.items():
+            if origin.startswith(library):
+                raise ConfigError(
+                    f"{library} computes {name or 'the model'} with kernels that write gradients over the "
+                    f"tensors that a patched norm saves: {mend}"
+                )
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise ConfigError(
+            "DeepSpeed ZeRO-3 has taken the weights apart while the model was loaded, so no forward can be "
+            "traced: load the model before the TrainingArguments are made, or use ZeRO-2 or FSDP2, so that "
+            "it is taken apart after the patch"
+        )
 
 
 def _drawn(model: nn.Module, rows: int, length: int | None) -> Any:

@@ -35,7 +35,6 @@ _OWN_CALLBACK = (
 )
 # they hand the model on to a trainer, or build it for another model
 _BUILDERS = ("timm", "transformers")
-Action = Callable[[ModuleType], None]
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -118,7 +117,7 @@ def run_script(
     refused = False
     _say(f"in this process alone, models are patched that are given to {_PLACES}")
     try:
-        with contextlib.ExitStack() as replaced, _AfterImport(_actions(patching, replaced)):
+        with contextlib.ExitStack() as replaced, _AfterImport(patching, replaced):
             if as_module:
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
             else:
@@ -136,21 +135,6 @@ def _say(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write("lowmem-patch run: " + text.replace("\n", "\n  ") + "\n")
         sys.stderr.flush()
-
-
-def _actions(patching: ScriptPatching, replaced: contextlib.ExitStack) -> dict[str, Action]:
-    """What is done to each library's module once it is there."""
-
-    def bound(action: Callable[..., None]) -> Action:
-        return functools.partial(action, patching, replaced)
-
-    return {
-        "transformers.trainer": bound(_at_trainer),
-        "accelerate.accelerator": bound(_at_prepare),
-        "lightning.pytorch.trainer.trainer": bound(_at_fit),
-        "pytorch_lightning.trainer.trainer": bound(_at_fit),
-        "timm.models._factory": bound(_at_create_model),
-    }
 
 
 def _replace(replaced: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
@@ -250,20 +234,26 @@ def _at_create_model(patching: ScriptPatching, replaced: contextlib.ExitStack, m
             _replace(replaced, other, "create_model", create_model)
 
 
+# what is done to each library's module once it is there
+_ACTIONS = {
+    "transformers.trainer": _at_trainer,
+    "accelerate.accelerator": _at_prepare,
+    "lightning.pytorch.trainer.trainer": _at_fit,
+    "pytorch_lightning.trainer.trainer": _at_fit,
+    "timm.models._factory": _at_create_model,
+}
+
+
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls an action for each named module: at once where it is imported already, else after its import.
+    """Does what `_ACTIONS` say: at once where a module is imported already, else after its import."""
 
-    Args:
-        actions: by full module name.
-    """
-
-    def __init__(self, actions: dict[str, Action]) -> None:
-        self.actions = actions
+    def __init__(self, patching: ScriptPatching, replaced: contextlib.ExitStack) -> None:
+        self.details = patching, replaced
 
     def __enter__(self) -> _AfterImport:
-        for name, action in self.actions.items():
+        for name, action in _ACTIONS.items():
             if name in sys.modules:
-                action(sys.modules[name])
+                action(*self.details, sys.modules[name])
         sys.meta_path.insert(0, self)
         return self
 
@@ -274,20 +264,17 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """The spec that the other finders give, with the action behind its loader."""
-        if name not in self.actions:
+        if name not in _ACTIONS:
             return None
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(name, path, target)
             if spec is not None and spec.loader is not None:
                 loader: Any = copy.copy(spec.loader)  # a zip file's loads other modules, too
-                loader.exec_module = functools.partial(
-                    _both, loader.exec_module, self.actions[name]
-                )
+                loader.exec_module = functools.partial(self._execute, name, loader.exec_module)
                 spec.loader = loader
                 return spec
         return None
 
-
-def _both(execute: Action, action: Action, module: ModuleType) -> None:
-    execute(module)
-    action(module)
+    def _execute(self, name: str, execute: Callable[[ModuleType], None], module: Any) -> None:
+        execute(module)
+        _ACTIONS[name](*self.details, module)

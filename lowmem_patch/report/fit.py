@@ -39,14 +39,6 @@ def print_suggestions(suggestions: Sequence[Suggestion], limit: int, device: str
     )
 
 
-def anything_fits(suggestions: Sequence[Suggestion], memory: MemoryReport) -> bool:
-    """Whether a row of the suggestions fits, or any size of the step."""
-    limit = memory.limit or 0
-    return bool(memory.largest_after) or any(
-        suggestion.total <= limit for suggestion in suggestions
-    )
-
-
 def print_verdict(suggestions: Sequence[Suggestion], memory: MemoryReport) -> None:
     """One sentence: whether the step fits as it was asked for, and by what."""
     limit = memory.limit or 0

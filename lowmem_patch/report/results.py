@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from lowmem_patch.checkpoint.convert import ConvertResult
 from lowmem_patch.memory import MemoryReport
@@ -282,12 +282,11 @@ def print_bars(sizes: Mapping[str, int]) -> None:
     print_table(table)
 
 
-def print_fine_tuning(
-    rows: Sequence[tuple[str, float, float, float, float]], score_name: str
-) -> None:
-    """Fine-tuning runs: label, first and last loss, score before and after."""
+def print_fine_tuning(runs: Mapping[str, Mapping[str, float]], score_name: str) -> None:
+    """Fine-tuning runs by their labels: first and last loss, score before and after."""
     numbers = ("first loss", "last loss", f"{score_name} before", "after")
     table = make_table("model", *numbers, right=numbers)
-    for label, *values in rows:
-        table.add_row(label, *(f"{value:.4f}" for value in values))
+    for label, run in runs.items():
+        keys = ("first_loss", "last_loss", "score_before", "score_after")
+        table.add_row(label, *(f"{run[key]:.4f}" for key in keys))
     print_table(table)

@@ -43,22 +43,18 @@ _FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
     **{
         name: getattr(torch, name)
         for name in (
-            "abs", "atan", "cos", "cosh", "tanh", "erf", "erfc", "exp", "expm1", "log", "log1p", "maximum",
-            "minimum", "sign", "sin", "sinh", "sqrt", "square", "where",
+            "abs", "atan", "clamp", "cos", "cosh", "tanh", "erf", "erfc", "exp", "expm1", "log", "log1p",
+            "maximum", "minimum", "sign", "sin", "sinh", "sqrt", "square", "where",
         )
     },
-    "celu": F.celu,
-    "clamp": torch.clamp,
-    "elu": F.elu,
-    "hardshrink": F.hardshrink,
-    "hardtanh": F.hardtanh,
-    "leaky_relu": F.leaky_relu,
-    "logsigmoid": F.logsigmoid,
-    "softplus": F.softplus,
-    "softshrink": F.softshrink,
-    "softsign": F.softsign,
+    **{
+        name: getattr(F, name)
+        for name in (
+            "celu", "elu", "hardshrink", "hardtanh", "leaky_relu", "logsigmoid", "softplus", "softshrink",
+            "softsign", "tanhshrink",
+        )
+    },
     "swish": F.silu,
-    "tanhshrink": F.tanhshrink,
 }  # fmt: skip
 _TENSORS_ALONE = frozenset(("maximum", "minimum", "where"))
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -44,13 +43,11 @@ class Curve:
 
     Attributes:
         function: of a float64 array.
-        name: as the user named it.
         left, right: the lines.
         edges: a mesh of the part between, so fine that 16 nodes a cell integrate the function.
     """
 
     function: Callable[[Array], Array]
-    name: str
     left: Line
     right: Line
     edges: Array
@@ -76,14 +73,13 @@ def make_curve(function: str | Callable[[Tensor], Tensor]) -> Curve:
     name, run = _runnable(function)
 
     def evaluate(x: Array) -> Array:
-        with _quiet():
-            return _run(run, name, torch.from_numpy(np.ascontiguousarray(x))).numpy()
+        return _run(run, name, torch.from_numpy(np.ascontiguousarray(x))).numpy()
 
     _check_elementwise(run, name)
     _check_finite(evaluate, name)
     left, right = (_line(evaluate, name, end) for end in (-1.0, 1.0))
     edges = _mesh(evaluate, name, left, right)
-    return Curve(evaluate, name, left, right, edges)
+    return Curve(evaluate, left, right, edges)
 
 
 def _runnable(function: str | Callable[[Tensor], Tensor]) -> tuple[str, Callable[[Tensor], Tensor]]:
@@ -99,16 +95,11 @@ def _runnable(function: str | Callable[[Tensor], Tensor]) -> tuple[str, Callable
     return getattr(function, "__name__", type(function).__name__), function
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        yield
-
-
 def _run(run: Callable[[Tensor], Tensor], name: str, x: Tensor) -> Tensor:
     """``run(x)`` in float64; ``x`` is a copy, which a function may overwrite."""
     try:
-        y = run(x.clone())
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            y = run(x.clone())
     except FitError:
         raise
     except Exception as error:  # of a foreign function: the user is told which and why
@@ -125,14 +116,13 @@ def _check_elementwise(run: Callable[[Tensor], Tensor], name: str) -> None:
     """Each element alone, at another place and in another shape must give what it gave before."""
     x = torch.linspace(-7, 7, 240, dtype=torch.float64)
     order = torch.arange(x.numel()).view(-1, 8).t().reshape(-1)
-    with _quiet():
-        whole = _run(run, name, x)
-        found = (
-            _run(run, name, x),  # the same again: not random
-            _run(run, name, x[order])[order.argsort()],
-            _run(run, name, x.view(2, 3, 40)).view(-1),
-            torch.cat([_run(run, name, part) for part in x.view(6, 40)]),
-        )
+    whole = _run(run, name, x)
+    found = (
+        _run(run, name, x),  # the same again: not random
+        _run(run, name, x[order])[order.argsort()],
+        _run(run, name, x.view(2, 3, 40)).view(-1),
+        torch.cat([_run(run, name, part) for part in x.view(6, 40)]),
+    )
     for other in found:
         if not torch.allclose(whole, other, rtol=1e-12, atol=1e-12, equal_nan=True):
             raise FitError(

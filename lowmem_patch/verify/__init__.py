@@ -10,7 +10,6 @@ compared with those of an unpatched model whose activations have the step tables
 from lowmem_patch.checkpoint.compare import BAND as BAND
 from lowmem_patch.checkpoint.compare import FORWARD_FACTOR as FORWARD_FACTOR
 from lowmem_patch.checkpoint.compare import TensorCheck as TensorCheck
-from lowmem_patch.verify.api import Progress as Progress
 from lowmem_patch.verify.api import verify_checkpoints as verify_checkpoints
 from lowmem_patch.verify.api import verify_model as verify_model
 from lowmem_patch.verify.judge import EIGHT_BIT_ERROR as EIGHT_BIT_ERROR

@@ -64,8 +64,8 @@ MORE_DRAWS = 4
 class _Run:
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
-    saved: int = 0
-    weight_copies: int = 0
+    saved: int
+    weight_copies: int
 
 
 def _integers(shape: torch.Size, seed: int) -> Tensor:
@@ -108,8 +108,8 @@ def _run(
         raise TraceError(
             f"{type(model).__name__} returns no floating-point tensor, so there is nothing to compare"
         )
-    run = _Run({name: t.detach().double() for name, t in outputs.items()}, {})
-    run.saved, run.weight_copies = saved.activations, saved.weight_copies
+    detached = {name: t.detach().double() for name, t in outputs.items()}
+    run = _Run(detached, {}, saved.activations, saved.weight_copies)
     ends = [t for t in outputs.values() if t.requires_grad]
     starts = [_integers(t.shape, seed + i).to(t) for i, t in enumerate(ends)]
     if ends:
@@ -155,12 +155,8 @@ def _check_gradients(names: Iterable[str], draws: Sequence[_Draw], eps: float) -
     """Judge each gradient by the unpatched model's error on it, or on all gradients if that is larger.
 
     A gradient that is 0 in exact arithmetic (a key's bias) is nothing but rounding, so its errors are
-    measured against the model's mean gradient.
-
-    Args:
-        names: of the gradients to judge.
-        draws: over which errors and sizes are summed; the first has all gradients.
-        eps: of the dtype.
+    measured against the model's mean gradient. Errors and sizes are summed over ``draws``, of which the first
+    has all gradients.
     """
     truth, own, _ = draws[0]
     size = _norm(truth.values())
@@ -190,11 +186,6 @@ def _check_beside(
         limit = most.limit + extra
         checks[most.name] = dataclasses.replace(most, limit=limit, passed=most.error <= limit)
     return checks
-
-
-def _towards(check: TensorCheck, cosine: float, has_direction: bool) -> TensorCheck:
-    """The check with its direction to another gradient."""
-    return dataclasses.replace(check, cosine=cosine, has_direction=has_direction)
 
 
 class _Arithmetic(NamedTuple):
@@ -312,7 +303,10 @@ class Judge:
         checks = self._judge_gradients(draws, subject, references, extra)
         to_exact = _check_gradients(exact.truth, [exact], subject.arithmetic.eps)
         directions = {check.name: (check.cosine, check.has_direction) for check in to_exact}
-        return [_towards(check, *directions[check.name]) for check in checks]
+        for place, check in enumerate(checks):
+            cosine, known = directions[check.name]
+            checks[place] = dataclasses.replace(check, cosine=cosine, has_direction=known)
+        return checks
 
     def _stepped(self, codes: Mapping[str, Codes], shift: float, dtype: torch.dtype) -> Any:
         return with_step_derivatives(self.copy_to(dtype), codes, shift)
@@ -324,19 +318,13 @@ class Judge:
         references: Sequence[_Reference],
         extra: float = 0.0,
     ) -> list[TensorCheck]:
-        """Over one draw; what fails there, over `MORE_DRAWS` more.
-
-        Args:
-            draws: one beside each reference, all of one truth, that of the first.
-            extra: error that is allowed on top.
-        """
-        eps = subject.arithmetic.eps
-        first = draws[0]
-        checks = _check_beside(first.truth, [[draw] for draw in draws], eps, extra)
+        """Over one draw; what fails there, over `MORE_DRAWS` more. ``draws``: one beside each reference, all
+        of the first one's truth; ``extra``: error that is allowed on top."""
+        eps, several = subject.arithmetic.eps, [[draw] for draw in draws]
+        checks = _check_beside(draws[0].truth, several, eps, extra)
         failed = [c.name for c in checks.values() if not c.passed and math.isfinite(c.error)]
         if not failed:
             return [*checks.values()]
-        several = [[draw] for draw in draws]
         for seed in range(self.seed + 1, self.seed + 1 + MORE_DRAWS):
             found = self._run(subject.model, subject.arithmetic, seed)
             more = self._draws(found, subject, references, seed)

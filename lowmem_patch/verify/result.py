@@ -102,6 +102,7 @@ def worst_check(checks: Sequence[TensorCheck]) -> TensorCheck | None:
     """The check nearest to its limit, or farthest beyond; a failed one first."""
 
     def badness(check: TensorCheck) -> tuple[bool, float]:
-        return not check.passed, check.error / (check.limit if check.limit < float("inf") else 1.0)
+        within = 0 < check.limit < float("inf")  # infinities that differ have the limit 0
+        return not check.passed, check.error / (check.limit if within else 1.0)
 
     return max(checks, key=badness, default=None)

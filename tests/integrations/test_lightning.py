@@ -285,3 +285,27 @@ def test_a_budget_is_that_of_each_gpu() -> None:
     callback.setup(trainer, module, "fit")
     found = patch_report(module.model).fit
     assert found is not None and found.notes[-1].startswith("bytes are those of one of 4 GPUs")
+
+
+class _Process:
+    """A trainer without checkpoints, in one of several processes; counts who asks for its folder."""
+
+    checkpoint_callback = None
+
+    def __init__(self, folder: Path, *, first: bool) -> None:
+        self.folder, self.is_global_zero, self.asked = folder, first, 0
+
+    @property
+    def log_dir(self) -> str:
+        """Lightning's is broadcast: a process that asks alone waits forever."""
+        self.asked += 1
+        return str(self.folder)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_every_process_asks_for_the_folder_and_one_writes(first: bool, tmp_path: Path) -> None:
+    module, trainer = Classifier(), _Process(tmp_path, first=first)
+    patch_model(module.model)
+    LowmemLightningCallback().on_fit_start(trainer, module)
+    assert trainer.asked == 1
+    assert (tmp_path / "lowmem_patch.json").exists() == first
