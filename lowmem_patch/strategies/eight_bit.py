@@ -8,9 +8,9 @@ saves 0.70 of its floor, with them 0.53. They stay in full where a bias is far l
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -23,52 +23,22 @@ from lowmem_patch.strategies import gated_norms
 from lowmem_patch.strategies.common_parts import common_part
 from lowmem_patch.strategies.head import head_names
 from lowmem_patch.strategies.lora import adapter_layers
-from lowmem_patch.strategies.norm_sites import NormSite, norm_sites
-from lowmem_patch.strategies.protocol import Facts, Found, Patch, PatchSite, Target
+from lowmem_patch.strategies.norm_sites import NormSite, PatchSite, norm_sites
+from lowmem_patch.strategies.protocol import Change, Facts, Found
 from lowmem_patch.tracing.base_model import is_leaf
 from lowmem_patch.tracing.call_arguments import attention_call
-from lowmem_patch.tracing.consumers import Consumer, find_consumers, weight_trains
+from lowmem_patch.tracing.consumers import find_consumers, weight_trains
 from lowmem_patch.tracing.op_roles import Role, role_of
 from lowmem_patch.tracing.saved_bytes import storage_key
 
-
-@dataclasses.dataclass(frozen=True)
-class StoredInput(Patch):
-    """A Linear that trains, or a LoRA layer, whose input is stored in 8 bits.
-
-    Attributes:
-        once: a forward reads its weight once.
-    """
-
-    strategy = "eight_bit"
-    approximate = True
-
-    once: bool = dataclasses.field(default=False, kw_only=True)
-
-    def apply(self, target: Target) -> None:
-        store_input(target.model.get_submodule(self.site), once=self.once)
+_AS_MATMULS = "; attention runs as matmuls here, whose other tensors stay in full"
 
 
-class StoredAttention(Patch):
-    """A module whose fused attention stores q, k, v and its output in 8 bits."""
-
-    strategy = "eight_bit"
-    approximate = True
-
-    def apply(self, target: Target) -> None:
-        store_attention(target.model.get_submodule(self.site))
-
-
-class StoredNorm(Patch):
-    """A norm that shares what such a Linear stores; approximate with it, in whose row a report says so."""
-
-    strategy = "eight_bit"
-
-    def apply(self, target: Target) -> None:
-        module = target.model.get_submodule(self.site)
-        # a norm that is left alone saves its input, which no Linear reads
-        if isinstance(module, MSNorm):
-            store_input(module)
+def _store_output(module: nn.Module) -> None:
+    """Let a norm share what such a Linear stores; in whose row a report says that it is approximate."""
+    # a norm that is left alone saves its input, which no Linear reads
+    if isinstance(module, MSNorm):
+        store_input(module)
 
 
 def find(facts: Facts, config: PatchConfig) -> Found:
@@ -85,16 +55,26 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         for name, call_inputs in _trained(facts, config)
         if savers.allow(call_inputs) and not in_groups & set(map(storage_key, call_inputs))
     }
+    stored = partial(Change, strategy="eight_bit", approximate=True)
     for name in attention:
-        found.add(StoredAttention(name, reason=savers.reason(name), kind="attention"))
-    readers = _readers(facts)
+        reason = f"q, k, v and the output stored in 8 bits{_AS_MATMULS if name in savers.matmuls else ''}"
+        found.add(stored(name, change=store_attention, reason=reason, kind="attention"))
+    weights = {name: id(getattr(facts.modules[name], "weight", None)) for name in facts.calls}
+    readers = Counter(weights[call.name] for call in facts.trace.calls)
     for name in inputs:
-        once = readers[id(getattr(facts.modules[name], "weight", None))] == 1
-        found.add(StoredInput(name, reason="input stored in 8 bits", kind="linear", once=once))
+        once = readers[weights[name]] == 1
+        change = partial(store_input, once=once)
+        found.add(stored(name, change=change, reason="input stored in 8 bits", kind="linear"))
     norms = [site for site in norm_sites(facts, config) if isinstance(site, NormSite)]
+    layers = tuple(f"{name}." for name in inputs)
     for site in (*(norm for norm in norms if norm.function is None), *gated):
-        if _is_read_by(site.consumers, inputs):
-            found.add(StoredNorm(site.name))
+        if any(
+            consumer.text.startswith(layers)
+            or (consumer.linear.module in inputs and weight_trains(consumer))
+            for consumer in site.consumers
+            if consumer.linear is not None
+        ):
+            found.add(Change(site.name, "eight_bit", _store_output))
     if found.patches:
         found.notes.append(_note(len(attention), len(inputs)))
     if left:
@@ -120,14 +100,6 @@ def _gated_norms(facts: Facts, config: PatchConfig) -> tuple[list[PatchSite], se
     return whole, in_groups
 
 
-def _readers(facts: Facts) -> Counter[int]:
-    """How often a forward calls modules with a weight, by the weight's id."""
-    calls: Counter[int] = Counter()
-    for name, module in facts.modules.items():
-        calls[id(getattr(module, "weight", None))] += len(facts.calls.get(name, ()))
-    return calls
-
-
 def _note(attention: int, linears: int) -> str:
     parts = [f"the inputs of {linears} Linears"] if linears else []
     parts += [f"q, k, v and the output of {attention} attentions"] if attention else []
@@ -144,7 +116,7 @@ class _Savers:
     """
 
     def __init__(self, facts: Facts) -> None:
-        self.facts, self.savers = facts, facts.savers
+        self.facts = facts
         self.attention: dict[str, list[Tensor]] = {}
         self.given: dict[str, list[list[Tensor]]] = {}
         self.matmuls: set[str] = set()
@@ -160,11 +132,6 @@ class _Savers:
             self.given.setdefault(op.module, []).append(given)
             if op.outputs[0].device.type == "cpu" and not _is_fused(op.outputs[0]):
                 self.matmuls.add(op.module)
-
-    def reason(self, name: str) -> str:
-        """What a report says of a module whose attention stores in 8 bits."""
-        more = "; attention runs as matmuls here, whose other tensors stay in full"
-        return f"q, k, v and the output stored in 8 bits{more if name in self.matmuls else ''}"
 
     def leave_common_parts(self) -> list[tuple[str, str]]:
         """Drop the modules whose queries, keys or values have too much in common; their names, and why."""
@@ -184,21 +151,14 @@ class _Savers:
         self.attention = kept
         return list(kept)
 
-    def allow(self, tensors: Iterable[Tensor]) -> bool:
+    def allow(self, tensors: Sequence[Tensor]) -> bool:
         """Whether each is saved by Linears that train and by attention, and by nobody else."""
-        return all(self._is_stored(tensor) for tensor in tensors)
-
-    def _is_stored(self, tensor: Tensor) -> bool:
-        if tensor.dtype not in EIGHT_BIT_DTYPES:
-            return False
-        for saver in self.savers.get(storage_key(tensor), ()):
-            role = role_of(saver.function)
-            fused = role.has(Role.FUSED_ATTENTION)
-            if fused and saver.module in self.attention:
-                continue
-            if not saver.weighted or not role.has(Role.LINEAR):
-                return False
-        return True
+        return all(tensor.dtype in EIGHT_BIT_DTYPES for tensor in tensors) and all(
+            saver.module in self.attention
+            if role_of(saver.function).has(Role.FUSED_ATTENTION)
+            else saver.weighted and role_of(saver.function).has(Role.LINEAR)
+            for saver in self.facts.savers_of(*tensors)
+        )
 
 
 def _is_fused(output: Tensor) -> bool:
@@ -235,15 +195,3 @@ def _is_trained_linear(facts: Facts, name: str, module: nn.Module) -> bool:
         if sum(op.role.has(Role.LINEAR) for op in ops) != 1:
             return False
     return True
-
-
-def _is_read_by(consumers: Iterable[Consumer], linears: Iterable[str]) -> bool:
-    """Whether a Linear whose input is stored is among those that read a norm's output."""
-    names = set(linears)
-    layers = tuple(f"{name}." for name in names)
-    return any(
-        consumer.linear is not None
-        and (consumer.linear.module in names or consumer.text.startswith(layers))
-        and (weight_trains(consumer) or consumer.text.startswith(layers))
-        for consumer in consumers
-    )

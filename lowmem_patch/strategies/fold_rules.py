@@ -11,10 +11,12 @@ from lowmem_patch.functional import is_sharded
 from lowmem_patch.nn.own import is_own
 from lowmem_patch.strategies.fold_weights import FoldStep
 from lowmem_patch.strategies.norm_sites import NormSite
-from lowmem_patch.strategies.protocol import ORIGINAL, Facts
+from lowmem_patch.strategies.protocol import Facts
+from lowmem_patch.strategies.swap import ORIGINAL
 from lowmem_patch.tracing.consumers import Consumer, LinearRef, parameter_uses
 from lowmem_patch.tracing.dataflow import forward
 from lowmem_patch.tracing.op_roles import Role
+from lowmem_patch.tracing.probes import looks_like_norm
 from lowmem_patch.tracing.saved_bytes import storage_key
 
 # behind these a Linear's output is no longer the model's output
@@ -73,7 +75,8 @@ class FoldRules:
 
     def __init__(self, facts: Facts) -> None:
         self.model, self.modules, self.trace = facts.model, facts.modules, facts.trace
-        self.last_norm = facts.last_norm
+        norms = (name for name in reversed(facts.order) if looks_like_norm(facts.modules[name]))
+        self.last_norm = next(norms, "")
         self.uses = parameter_uses(facts.trace)
         self.tied = _tied_parameters(facts.model)
         self.foreign = _foreign_parameters(facts.model)
@@ -81,16 +84,14 @@ class FoldRules:
     def fold(self, site: NormSite) -> tuple[FoldStep | None, str]:
         """The step that folds this norm, or why there is none."""
         name, gamma, beta = site.name, site.gamma, site.beta
-        obstacles = (
-            self._of_consumers,
-            self._of_callers,
-            self._of_linears,
-            self._of_own_parameters,
+        why_not = (
+            self._of_consumers(site)
+            or self._of_callers(site)
+            or self._of_linears(site)
+            or self._of_own_parameters(site)
         )
-        for obstacle in obstacles:
-            why_not = obstacle(site)
-            if why_not is not None:
-                return None, why_not
+        if why_not is not None:
+            return None, why_not
         linears = (consumer.linear for consumer in site.consumers)
         unique = tuple(dict.fromkeys(linear for linear in linears if linear is not None))
         weight = f"{name}.weight" if gamma is not None else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 from torch import Tensor, nn
@@ -11,24 +10,12 @@ from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.head import defer_logits
 from lowmem_patch.nn.own import has_foreign_forward
 from lowmem_patch.strategies.lora import adapter_layers
-from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
+from lowmem_patch.strategies.protocol import Change, Facts, Found, once
 from lowmem_patch.tracing.op_roles import OF_LOGITS, Role
 
 # What is wider than that against its input is a vocabulary: logits are larger than all that one layer saves.
 _WIDER = 2
 _READS_CHUNKS = Role.CROSS_ENTROPY | Role.LOG_SUM_EXP | Role.GATHER | Role.ARGMAX
-
-
-@dataclasses.dataclass(frozen=True)
-class DeferredLogits(Patch):
-    """A head whose logits wait; ``low_precision`` of a LoRA layer as of `lowmem_patch.strategies.lora`."""
-
-    strategy = "head"
-
-    low_precision: bool | None
-
-    def apply(self, target: Target) -> None:
-        defer_logits(target.model.get_submodule(self.site), self.low_precision)
 
 
 def find(facts: Facts, config: PatchConfig) -> Found:
@@ -39,7 +26,7 @@ def find(facts: Facts, config: PatchConfig) -> Found:
     adapted = adapter_layers(facts, config)
     for name in head_names(facts, config):
         low_precision = config.linear_inputs == "activation_dtype" if name in adapted else None
-        found.add(DeferredLogits(name, low_precision=low_precision))
+        found.add(Change(name, "head", defer_logits, (low_precision,)))
         classes = facts.outputs(name)[0].shape[-1]
         found.notes.append(
             f"{name}: its {classes:,} logits per row are computed only when read; a cross entropy computes "
@@ -49,17 +36,14 @@ def find(facts: Facts, config: PatchConfig) -> Found:
     return found
 
 
+@once
 def head_names(facts: Facts, config: PatchConfig) -> tuple[str, ...]:
     """Names of the heads whose logits wait."""
     if config.head == "keep":
         return ()
     adapted = adapter_layers(facts, config)
-
-    def find() -> tuple[str, ...]:
-        wide = (name for name in facts.order if _is_wide(facts, name, adapted))
-        return tuple(name for name in wide if _readers(facts, name) == [])
-
-    return facts.once(head_names, find)
+    wide = (name for name in facts.order if _is_wide(facts, name, adapted))
+    return tuple(name for name in wide if _readers(facts, name) == [])
 
 
 def _is_wide(facts: Facts, name: str, adapted: tuple[str, ...]) -> bool:

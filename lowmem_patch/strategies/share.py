@@ -7,7 +7,6 @@ output does not tell it (`lowmem_patch.nn.gammas`). No weight changes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
@@ -27,7 +26,7 @@ from lowmem_patch.strategies.chains import chain_sources
 from lowmem_patch.strategies.head import head_names
 from lowmem_patch.strategies.lora import adapter_layers
 from lowmem_patch.strategies.norm_sites import NormSite, eps_name, norm_sites, read_as_it_lies
-from lowmem_patch.strategies.protocol import Facts, Found, Skip
+from lowmem_patch.strategies.protocol import Facts, Found, Skip, once
 from lowmem_patch.strategies.rotary import is_turned
 from lowmem_patch.strategies.swap import Swap
 from lowmem_patch.tracing.call_arguments import CalledFunction, dropout_call
@@ -61,8 +60,6 @@ _COMPUTED = (
 @dataclasses.dataclass(frozen=True)
 class SharedNorm(Swap):
     """A norm that saves its output, or z."""
-
-    strategy = "share"
 
     spec: NormSpec
     use: OutputUse
@@ -175,16 +172,24 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
     """The patch of a norm, by who reads its output."""
     consumers = site.consumers
     linears = all(consumer.use == "linear" for consumer in consumers) and bool(consumers)
+    # Linears read one and the same copy of the output, its rows in another order
     behind_row_moves = (
-        linears and _is_behind_row_moves(consumers) and facts.written(site.name, "inputs") is None
+        linears
+        and len({id(one.tensor) for one in consumers}) == 1
+        and consumers[0].copied
+        and not any(one.reshaped for one in consumers)
+        and facts.written(site.name, "inputs") is None
     )
     # a norm inside an autocast region whose readers are outside must stay in high precision, as it was
     around = {call.autocast for call in facts.calls_of(site.name)}
     feeds_autocast = feed_autocast(consumers, around)
-    others = _without_adapters(facts, config, consumers)
+    inside = tuple(f"{name}." for name in adapter_layers(facts, config))
+    # adapter layers see to their input themselves
+    others = [consumer for consumer in consumers if not consumer.text.startswith(inside)]
     saves_casts = config.linear_inputs != "keep"
     behind = _who_saves_it(facts, config, consumers)
-    dropped = _is_dropped(behind, consumers)
+    # Linears behind a dropout save the very output, with the bits of the mask
+    dropped = any(weight_trains(one) and one not in consumers for one in behind)
     lies_as_input = _may_lie_as_input(facts, config, site, behind)
     turned = lies_as_input and is_turned(facts, config, site.name, site.outputs)
     use = OutputUse(
@@ -195,16 +200,14 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
         of_computed=_is_of_computed(facts, config, site),
         one_copy=_one_copy(others, feeds_autocast, saves_casts, linears, dropped),
         shares_copy=not feeds_autocast and saves_casts and _shares_copy(facts, consumers, around),
-        output_saved=dropped
-        or turned
-        or _is_saved_as_rows(facts, config, consumers)
-        or _saved_by_others(facts, config, consumers),
+        output_saved=dropped or turned or _is_saved_whole(facts, config, consumers),
         output_moved=any(_reads_a_moved_view(consumer, site.outputs) for consumer in consumers),
         lies_as_input=lies_as_input,
         turned=turned,
     )
     return SharedNorm(
         site.name,
+        "share",
         spec=site.spec,
         use=use,
         reason=reason
@@ -221,34 +224,35 @@ def _is_of_computed(facts: Facts, config: PatchConfig, site: NormSite) -> bool:
     and Linears alone read it."""
     if site.spec.dim != -1 or not read_as_it_lies(site.consumers):
         return False
-    made: set[int] = facts.once(_is_of_computed, lambda: set(_computed(facts, config)))
-    calls = facts.calls_of(site.name)
+    made, calls = _computed(facts, config), facts.calls_of(site.name)
     return bool(calls) and all(call.inputs and id(call.inputs[0]) in made for call in calls)
 
 
-def _computed(facts: Facts, config: PatchConfig) -> Iterator[int]:
+@once
+def _computed(facts: Facts, config: PatchConfig) -> set[int]:
     def drops_nothing(op: Op, _: Tensor) -> bool:
         return op.role.has(Role.DROPOUT) and dropout_call(op.args, op.kwargs).p == 0
 
-    for site in activation_sites(facts, config):
-        if isinstance(site, ActivationSite) and site.chosen == "recompute":
-            made = [*facts.outputs(site.name), *products(site.consumers)]
-            yield from (id(path.end) for path in forward(facts.trace, made, drops_nothing))
+    return {
+        id(path.end)
+        for site in activation_sites(facts, config)
+        if isinstance(site, ActivationSite) and site.chosen == "recompute"
+        for made in ([*facts.outputs(site.name), *products(site.consumers)],)
+        for path in forward(facts.trace, made, drops_nothing)
+    }
 
 
 def _may_lie_as_input(
     facts: Facts, config: PatchConfig, site: NormSite, behind: list[Consumer]
 ) -> bool:
-    if any(map(_reads_rows, behind)) or _feeds_matmuls(facts, site):
+    # a function may have Linears inside (nn.MultiheadAttention)
+    for one in behind:
+        if one.use == "linear" or (one.op is not None and one.op.role.has(Role.HOLDS_LINEARS)):
+            return False
+    if _feeds_matmuls(facts, site):
         return False
     # whoever saves it may ask for a view, of which torch's own norm allows any
     return not _is_saved(facts, config, site, Role.FUSED_ATTENTION)
-
-
-def _reads_rows(consumer: Consumer) -> bool:
-    """Whether a Linear reads the output, or a function that has Linears inside (nn.MultiheadAttention)."""
-    inside = consumer.op is not None and consumer.op.role.has(Role.HOLDS_LINEARS)
-    return consumer.use == "linear" or inside
 
 
 def _feeds_matmuls(facts: Facts, site: NormSite) -> bool:
@@ -315,26 +319,6 @@ def _would_be_contiguous(view: Tensor, whole: Tensor) -> bool:
     return True
 
 
-def _is_behind_row_moves(consumers: list[Consumer]) -> bool:
-    """Whether Linears read one and the same copy of the output, its rows in another order."""
-    distinct = {id(consumer.tensor) for consumer in consumers}
-    rearranged = any(consumer.reshaped for consumer in consumers)
-    return len(distinct) == 1 and consumers[0].copied and not rearranged
-
-
-def _without_adapters(
-    facts: Facts, config: PatchConfig, consumers: list[Consumer]
-) -> list[Consumer]:
-    """``consumers`` but those in adapter layers, which see to their input themselves."""
-    prefixes = tuple(f"{name}." for name in adapter_layers(facts, config))
-    return [consumer for consumer in consumers if not consumer.text.startswith(prefixes)]
-
-
-def _is_dropped(behind: list[Consumer], consumers: list[Consumer]) -> bool:
-    """Whether Linears behind a dropout save the very output, with the bits of the mask."""
-    return any(weight_trains(consumer) and consumer not in consumers for consumer in behind)
-
-
 def _one_copy(
     consumers: list[Consumer], feeds_autocast: bool, saves_casts: bool, linears: bool, dropped: bool
 ) -> str | None:
@@ -365,28 +349,22 @@ def _is_saved(
     convolution, a product."""
     if chain_sources(facts, config) & set(map(id, site.outputs)):
         return True
-    savers = [s for t in site.outputs for s in facts.savers.get(storage_key(t), ())]
-    others = [s for s in savers if not f"{s.module}.".startswith(f"{site.name}.")]
-    return any(besides is None or not role_of(saver.function).has(besides) for saver in others)
+    return any(
+        besides is None or not role_of(saver.function).has(besides)
+        for saver in facts.savers_of(*site.outputs)
+        if not f"{saver.module}.".startswith(f"{site.name}.")
+    )
 
 
-def _is_saved_as_rows(facts: Facts, config: PatchConfig, consumers: list[Consumer]) -> bool:
-    """Whether Linears save the output by themselves, as sharded ones do; heads save rows that they read."""
-    heads = head_names(facts, config)
-    return facts.is_sharded or any(c.use == "linear" and c.text in heads for c in consumers)
-
-
-def _saved_by_others(facts: Facts, config: PatchConfig, consumers: list[Consumer]) -> bool:
-    """Whether an op that is no Linear saves the output, so that z beside it would be one more."""
-    sources = chain_sources(facts, config)
+def _is_saved_whole(facts: Facts, config: PatchConfig, consumers: list[Consumer]) -> bool:
+    """Whether an op that is no Linear saves the output, so that z beside it would be one more; or Linears do
+    by themselves, as sharded ones: heads save rows that they read."""
+    heads, sources = head_names(facts, config), chain_sources(facts, config)
+    if facts.is_sharded or any(c.use == "linear" and c.text in heads for c in consumers):
+        return True
     if any(c.use == "output" or c.reshaped or id(c.tensor) in sources for c in consumers):
         return True  # the caller holds it, or a Linear saves it as rows of another length, or a chain does
     if any(c.op is not None and gathers_for_a_weight(facts.trace, c.op) for c in consumers):
         return True  # experts, in the place of the rows
-    others = [c for c in consumers if c.use != "linear" and c.op is not None]
-    keys = {storage_key(c.tensor) for c in others if c.tensor is not None}
-    return any(
-        not role_of(saver.function).has(Role.LINEAR)
-        for key in keys
-        for saver in facts.savers.get(key, ())
-    )
+    others = (c.tensor for c in consumers if c.use != "linear" and c.tensor is not None)
+    return any(not role_of(saver.function).has(Role.LINEAR) for saver in facts.savers_of(*others))
