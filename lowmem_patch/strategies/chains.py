@@ -6,7 +6,7 @@ many tensors of the full width. What enters the chain is saved in their place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from torch import Tensor
 
@@ -63,7 +63,8 @@ def planned_chains(facts: Facts, config: PatchConfig) -> dict[str, list[Chain]]:
 def _pays(facts: Facts, config: PatchConfig, chains: list[Chain]) -> bool:
     """Whether the chains of a module can be computed again, and save enough."""
     name = chains[0].module
-    gain = sum(_gain(facts, config, chain) for chain in chains) - _beside(facts, config, chains)
+    gain = sum(_gain(facts, config, chain) for chain in chains)
+    gain -= _more_bytes(facts, config, _read_beside(facts, config, chains))
     return (
         next_to_nothing(facts, gain * facts.alike(name), _WORTH) is None
         and forward_obstacle(facts, name, gain) is None
@@ -104,14 +105,6 @@ def _normed(facts: Facts, config: PatchConfig) -> frozenset[int]:
     return frozenset(id(t) for site in sites for t in site.outputs if t.requires_grad)
 
 
-def _saved_instead(facts: Facts, config: PatchConfig, tensor: Tensor) -> bool:
-    """Whether a norm made a tensor, and will save it in the place of its input, which nobody else saves."""
-    if id(tensor) not in _normed(facts, config):
-        return False
-    site = norms_by_output(facts, config)[id(tensor)]
-    return tensor.nbytes <= facts.saved(site.name)
-
-
 @once
 def _known(facts: Facts, config: PatchConfig) -> dict[int, Patch]:
     """The patches of activations, by the ids of what these give."""
@@ -128,58 +121,50 @@ def _gain(facts: Facts, config: PatchConfig, chain: Chain) -> int:
     if not gone:
         return 0
     known = _known(facts, config)
-    beside = {
-        key: tensor
-        for key, tensor in sources.items()
-        if not _saved_instead(facts, config, tensor)
+    beside = [
+        tensor
+        for tensor in sources.values()
         # a recomputed activation saves its input in any case
         if id(tensor) not in known or known[id(tensor)].strategy != recompute.NAME
-    }
+    ]
     return gone - _more_bytes(facts, config, beside)
 
 
-def _more_bytes(facts: Facts, config: PatchConfig, tensors: Mapping[int, Tensor]) -> int:
-    """Bytes of the storages, by key, that neither autograd nor the model holds anyway."""
+def _more_bytes(facts: Facts, config: PatchConfig, tensors: list[Tensor]) -> int:
+    """Bytes of the storages of tensors that nobody holds anyway: neither autograd nor the model, nor a norm
+    that made them, in the place of its input, which nobody else saves."""
+    normed, norms = _normed(facts, config), norms_by_output(facts, config)
+    beside = {
+        storage_key(tensor): tensor
+        for tensor in tensors
+        if id(tensor) not in normed or tensor.nbytes > facts.saved(norms[id(tensor)].name)
+    }
     # of a Linear's output that a scale multiplies nothing would be saved
     scaled = {storage_key(value) for _, value in scaled_outputs(facts, config)}
     return sum(
         tensor.untyped_storage().nbytes()
-        for key, tensor in tensors.items()
+        for key, tensor in beside.items()
         if key not in facts.state_keys and (key in scaled or key not in facts.storages)
     )
 
 
-def _beside(facts: Facts, config: PatchConfig, chains: list[Chain]) -> int:
-    """Bytes that are saved for what other functions read that wait as well."""
-    read = _read_beside(facts, config, chains)
-    beside = {storage_key(t): t for t in read if not _saved_instead(facts, config, t)}
-    return _more_bytes(facts, config, beside)
-
-
 def _read_beside(facts: Facts, config: PatchConfig, chains: list[Chain]) -> list[Tensor]:
-    """What other functions read, of the module or of those in it, which are called as those of the chains
-    are, so that they wait, too."""
-    made = {key for chain in chains for key in chain.made}
-    alike = list(_called_alike(facts, config, chains, made))
-    return [tensor for op in alike for tensor in op.reads if id(tensor) not in made]
-
-
-def _called_alike(
-    facts: Facts, config: PatchConfig, chains: list[Chain], made: set[int]
-) -> Iterator[Op]:
-    """Functions with a gradient that are not of the chains, and that the module's forward lets wait, too.
-    What they make is added to ``made``."""
+    """What functions with a gradient read that are not of the chains, of the module or of those in it, which
+    are called as those of the chains are, so that its forward lets them wait, too."""
     name, calls = chains[0].module, {call for chain in chains for call in chain.calls}
+    made = {key for chain in chains for key in chain.made}
     own = {id(op) for chain in chains for op in chain.ops.values()}
     # of a norm that is left alone, the forward does not know that a norm made its output
     makers = maker_in(made, _normed(facts, config)), maker_in(made, frozenset())
+    alike = []
     for op in facts.trace.ops:
         inside = op.module == name or op.module.startswith(f"{name}.")
         if not inside or id(op) in own or not any(t.requires_grad for t in op.outputs):
             continue
         if any(elementwise_call(op.name, op.args, op.kwargs, maker) in calls for maker in makers):
             made.add(id(op.outputs[0]))
-            yield op
+            alike.append(op)
+    return [tensor for op in alike for tensor in op.reads if id(tensor) not in made]
 
 
 def _still_saved(facts: Facts, chain: Chain) -> set[int]:

@@ -20,6 +20,7 @@ from lowmem_patch.nn.host_memory import HostMemory
 from lowmem_patch.nn.offloading import Await, LastRun, Offload, awaiting, offloaded
 from lowmem_patch.nn.own import give_forward_around, has_foreign_forward
 from lowmem_patch.strategies.protocol import Facts, Patch, Target
+from lowmem_patch.tracing.base_model import is_leaf
 from lowmem_patch.tracing.shadow import tensors_in
 from lowmem_patch.tracing.trace import Call
 
@@ -150,7 +151,9 @@ def _blocks_in(facts: Facts, name: str) -> list[str]:
     if not isinstance(module, _LISTS):
         return []
     slots = (f"{name}.{slot}" if name else slot for slot in module._modules)
-    return [slot for slot in slots if slot in facts.calls and _is_large(facts.modules[slot])]
+    ran = [(slot, facts.modules[slot]) for slot in slots if slot in facts.calls]
+    # one layer is no block
+    return [slot for slot, m in ran if not is_leaf(m) and next(m.parameters(), None) is not None]
 
 
 def _repeats(facts: Facts, members: list[str]) -> bool:
@@ -162,11 +165,6 @@ def _repeats(facts: Facts, members: list[str]) -> bool:
     classes = [type(facts.modules[call.name]) for call in calls]
     pairs = itertools.pairwise(calls)
     return len(set(classes)) < len(classes) and all(_follows(facts, *pair) for pair in pairs)
-
-
-def _is_large(module: nn.Module) -> bool:
-    """Whether it is more than one layer."""
-    return any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
 def _follows(facts: Facts, first: Call, second: Call) -> bool:

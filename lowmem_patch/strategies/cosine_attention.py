@@ -82,17 +82,13 @@ def scaled_scores(facts: Facts) -> Iterator[tuple[Tensor, Op]]:
     for op in _own_ops(facts, Role.PRODUCT):
         value = first_input(op)
         maker = None if value is None else facts.makers.get(id(value))
-        if value is not None and maker is not None and _is_scaled(facts, op, value, maker):
-            yield value, maker
-
-
-def _is_scaled(facts: Facts, op: Op, value: Tensor, maker: Op) -> bool:
-    """Whether a product is that of a matmul's result, which nobody else reads, and a scale that trains."""
-    if maker.module != op.module or not maker.role.has(Role.MATMUL) or len(op.args) != 2:
-        return False
-    scale = op.args[1]
-    trains = isinstance(scale, Tensor) and scale.requires_grad and value.requires_grad
-    return trains and scales(value, scale) and only_consumer(facts.trace, value) is op
+        if value is None or maker is None or len(op.args) != 2:
+            continue
+        if maker.module == op.module and maker.role.has(Role.MATMUL):
+            scale = op.args[1]
+            trains = isinstance(scale, Tensor) and scale.requires_grad and value.requires_grad
+            if trains and scales(value, scale) and only_consumer(facts.trace, value) is op:
+                yield value, maker
 
 
 def _is_saved(facts: Facts, factor: Tensor, rows: Container[str]) -> bool:

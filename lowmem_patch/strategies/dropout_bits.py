@@ -57,10 +57,9 @@ def _patches(facts: Facts, adapted: tuple[str, ...]) -> Iterator[BitDropout | Ch
             continue
         if type(facts.modules.get(op.module)) is nn.Dropout:
             yield BitDropout(op.module, "dropout_bits", call.p)
-        else:
-            name = made_by.get(id(first_input(op)), "")
-            if type(facts.modules[name]) is nn.Linear or name in adapted:
-                made = facts.outputs(name)
-                consumers = find_consumers(facts.trace, made)
-                if read_compiled(facts.trace, made, consumers) is None:
-                    yield Change(name, "dropout_bits", hook_behind, (keep_for_dropout,))
+            continue
+        name = made_by.get(id(first_input(op)), "")
+        if type(facts.modules[name]) is nn.Linear or name in adapted:
+            made = facts.outputs(name)
+            if read_compiled(facts.trace, made, find_consumers(facts.trace, made)) is None:
+                yield Change(name, "dropout_bits", hook_behind, (keep_for_dropout,))

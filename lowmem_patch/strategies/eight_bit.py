@@ -76,7 +76,10 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         ):
             found.add(Change(site.name, "eight_bit", _store_output))
     if found.patches:
-        found.notes.append(_note(len(attention), len(inputs)))
+        parts = [f"the inputs of {len(inputs)} Linears"] if inputs else []
+        parts += [f"q, k, v and the output of {len(attention)} attentions"] if attention else []
+        stored_in_bits = f"{' and '.join(parts)} are stored in 8 bits"
+        found.notes.append(f"{stored_in_bits}, and gradients are approximate")
     if left:
         found.notes.append(
             f"what attention saves stays in full in {len(left)} modules, as in {left[0][0]}: {left[0][1]}, "
@@ -98,12 +101,6 @@ def _gated_norms(facts: Facts, config: PatchConfig) -> tuple[list[PatchSite], se
         elif patch.spec.gate_first:
             in_groups.update(map(storage_key, outputs))
     return whole, in_groups
-
-
-def _note(attention: int, linears: int) -> str:
-    parts = [f"the inputs of {linears} Linears"] if linears else []
-    parts += [f"q, k, v and the output of {attention} attentions"] if attention else []
-    return f"{' and '.join(parts)} are stored in 8 bits, and gradients are approximate"
 
 
 class _Savers:

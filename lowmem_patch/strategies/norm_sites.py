@@ -98,8 +98,7 @@ def _obstacle(facts: Facts, site: NormSite, config: PatchConfig) -> str | None:
             return obstacle
     if config.norms == "keep":
         return "norms: keep"
-    gamma, beta = site.spec.names
-    for name, own in ((gamma, STOCK_NAMES[0]), (beta, STOCK_NAMES[1])):
+    for name, own in zip(site.spec.names, STOCK_NAMES, strict=True):
         if name != own and name in _TAKEN:
             return f"the name of its parameter {name} has another meaning in the module that would replace it"
     writers = (consumer.text for consumer in site.consumers if consumer.use == "write")

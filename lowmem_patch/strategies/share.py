@@ -134,38 +134,26 @@ def share_or_skip(
         return dataclasses.replace(patch, reason=_COMPUTED, saves=0)
     if patch.use.turned and facts.saved(site.name):
         return dataclasses.replace(patch, reason=_TURNED)
-    if _saves_less(facts, config, site, consumers):
+    more = facts.saved(site.name) > 1.5 * sum(output.nbytes for output in site.outputs)
+    read_by_linears = any(consumer.use in ("linear", "autocast") for consumer in consumers)
+    if read_by_linears or more or _is_saved(facts, config, site):
         return patch
     return site.skip("nothing to gain: nobody saves its output")
-
-
-def _saves_less(
-    facts: Facts, config: PatchConfig, site: NormSite, consumers: list[Consumer]
-) -> bool:
-    """Whether somebody else saves a norm's output, or the norm more than that."""
-    if any(consumer.use in ("linear", "autocast") for consumer in consumers):
-        return True
-    more = facts.saved(site.name) > 1.5 * sum(output.nbytes for output in site.outputs)
-    return more or _is_saved(facts, config, site)
 
 
 def _no_gain(facts: Facts, site: NormSite, read: bool) -> str:
     """Why a norm saves as many bytes as before; nothing where it saves fewer."""
     if not any(tensor.requires_grad for tensor in site.outputs):
         return "; nothing up to it trains, and it saves nothing itself"
-    if not read and _saves_as_much(facts, site):
-        return "; it saves nothing here, since the Linears that read it are frozen and have no adapters"
-    return ""
-
-
-def _saves_as_much(facts: Facts, site: NormSite) -> bool:
-    """Whether frozen Linears alone read the output, which then is as many bytes as the input is."""
-    if facts.is_sharded or any(call.autocast for call in facts.calls_of(site.name)):
-        return False
+    if read or facts.is_sharded or any(call.autocast for call in facts.calls_of(site.name)):
+        return ""
+    # the output that frozen Linears alone read is as many bytes as the input is
     weights = [weight_read_with(c) if c.use == "linear" else None for c in site.consumers]
     frozen = all(weight is not None and not weight.requires_grad for weight in weights)
     size = sum(tensor.nbytes for tensor in site.outputs)
-    return frozen and facts.saved(site.name) < 1.5 * size
+    if frozen and facts.saved(site.name) < 1.5 * size:
+        return "; it saves nothing here, since the Linears that read it are frozen and have no adapters"
+    return ""
 
 
 def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) -> SharedNorm:
