@@ -175,8 +175,7 @@ def _site(
     rows = [consumer for consumer in consumers if not consumer.reshaped]  # what can be deferred
     hook = _hook(facts, consumers)
     in_place = _works_in_place(facts, name)
-    # in place, some save their output, and some a copy of their input
-    of_output = _saves_output(facts, name) or (in_place and not facts.saved(name))
+    of_output = _saves_output(facts, name, in_place)
     gated = any(consumer.use == "product" for consumer in rows)
     # a squared ReLU, written as two functions
     squares = products(rows, "square") if kind == "relu" else []
@@ -273,9 +272,10 @@ def input_read_later(facts: Facts, name: str) -> str | None:
     return next((reader for reader in found if reader is not None), None)
 
 
-def _saves_output(facts: Facts, name: str) -> bool:
-    """Whether torch's derivative of each call's last op is one of the output."""
-    return all(
+def _saves_output(facts: Facts, name: str, in_place: bool) -> bool:
+    """Whether torch's derivative of each call's last op is one of the output; in place, some save that, and
+    some a copy of their input."""
+    return (in_place and not facts.saved(name)) or all(
         any(
             op.role.has(Role.SAVES_OUTPUT) and any(made is call.outputs[0] for made in op.outputs)
             for op in facts.trace.ops[call.first_op : call.last_op]

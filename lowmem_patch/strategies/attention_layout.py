@@ -43,8 +43,7 @@ def find(facts: Facts, config: PatchConfig) -> Found:
             continue
         if _saves_once(op, facts.savers_of) and _is_copied(facts.trace, op):
             names[op.module] = None
-    ops = (op for op in facts.trace.ops if op.name == _FUSED)
-    heads_first = {op.module for op in ops if _needs_heads_first(facts.trace, op)}
+    heads_first = {op.module for op in facts.trace.ops if _needs_heads_first(facts.trace, op)}
     patches = [
         Change(name, "attention layout", run_under, (HeadsLastQueries,))
         for name in names
@@ -73,9 +72,10 @@ def _saves_once(op: Op, savers_of: Callable[[Tensor], Iterable[Saver]]) -> bool:
 
 
 def _needs_heads_first(trace: Trace, op: Op) -> bool:
-    """Whether the output is viewed in a shape that only memory with the heads first has without a copy."""
-    output = op.outputs[0]
-    if not has_heads_first(output):
+    """Whether the output of fused attention is viewed in a shape that only memory with the heads first has
+    without a copy."""
+    output = op.outputs[0] if op.name == _FUSED else None
+    if output is None or not has_heads_first(output):
         return False
     b, h, s, d = output.shape
     heads_last = torch.empty((b, s, h, d), device="meta").transpose(1, 2)

@@ -151,9 +151,12 @@ def _more_bytes(facts: Facts, config: PatchConfig, tensors: list[Tensor]) -> int
 def _read_beside(facts: Facts, config: PatchConfig, chains: list[Chain]) -> list[Tensor]:
     """What functions with a gradient read that are not of the chains, of the module or of those in it, which
     are called as those of the chains are, so that its forward lets them wait, too."""
-    name, calls = chains[0].module, {call for chain in chains for call in chain.calls}
-    made = {key for chain in chains for key in chain.made}
-    own = {id(op) for chain in chains for op in chain.ops.values()}
+    name = chains[0].module
+    whole = Chain(name)
+    for chain in chains:
+        whole.ops.update(chain.ops)
+        whole.calls |= chain.calls
+    made, own = set(whole.made), set(map(id, whole.ops.values()))
     # of a norm that is left alone, the forward does not know that a norm made its output
     makers = maker_in(made, _normed(facts, config)), maker_in(made, frozenset())
     alike = []
@@ -161,7 +164,9 @@ def _read_beside(facts: Facts, config: PatchConfig, chains: list[Chain]) -> list
         inside = op.module == name or op.module.startswith(f"{name}.")
         if not inside or id(op) in own or not any(t.requires_grad for t in op.outputs):
             continue
-        if any(elementwise_call(op.name, op.args, op.kwargs, maker) in calls for maker in makers):
+        if any(
+            elementwise_call(op.name, op.args, op.kwargs, maker) in whole.calls for maker in makers
+        ):
             made.add(id(op.outputs[0]))
             alike.append(op)
     return [tensor for op in alike for tensor in op.reads if id(tensor) not in made]

@@ -9,7 +9,7 @@ from torch import nn
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.dropout import PackedDropout, keep_for_dropout
-from lowmem_patch.strategies.lora import adapter_layers
+from lowmem_patch.strategies.lora import adapter_layers, inside_adapters
 from lowmem_patch.strategies.protocol import Change, Facts, Found, hook_behind
 from lowmem_patch.strategies.swap import Swap
 from lowmem_patch.tracing.call_arguments import dropout_call
@@ -36,7 +36,7 @@ def find(facts: Facts, config: PatchConfig) -> Found:
     """
     if config.linear_inputs == "keep":
         return Found()
-    found = {patch.site: patch for patch in _patches(facts, adapter_layers(facts, config))}
+    found = {patch.site: patch for patch in _patches(facts, config)}
     text = "dropouts whose mask is kept in bits, one for each element"
     made = Found().take(list(found.values()), text)
     if found and facts.on_meta:
@@ -44,8 +44,8 @@ def find(facts: Facts, config: PatchConfig) -> Found:
     return made
 
 
-def _patches(facts: Facts, adapted: tuple[str, ...]) -> Iterator[BitDropout | Change]:
-    inside = tuple(f"{name}." for name in adapted)
+def _patches(facts: Facts, config: PatchConfig) -> Iterator[BitDropout | Change]:
+    adapted, inside = adapter_layers(facts, config), inside_adapters(facts, config)
     # a call stands where it ends: the innermost comes first
     calls = reversed(facts.trace.calls)
     made_by = {id(tensor): call.name for call in calls for tensor in call.outputs}

@@ -9,7 +9,7 @@ saves 0.70 of its floor, with them 0.53. They stay in full where a bias is far l
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 
 from torch import Tensor, nn
@@ -22,12 +22,12 @@ from lowmem_patch.nn.own import has_foreign_forward
 from lowmem_patch.strategies import gated_norms
 from lowmem_patch.strategies.common_parts import common_part
 from lowmem_patch.strategies.head import head_names
-from lowmem_patch.strategies.lora import adapter_layers
+from lowmem_patch.strategies.lora import adapter_layers, inside_adapters
 from lowmem_patch.strategies.norm_sites import NormSite, PatchSite, norm_sites
 from lowmem_patch.strategies.protocol import Change, Facts, Found
 from lowmem_patch.tracing.base_model import is_leaf
 from lowmem_patch.tracing.call_arguments import attention_call
-from lowmem_patch.tracing.consumers import find_consumers, weight_trains
+from lowmem_patch.tracing.consumers import Consumer, find_consumers, weight_trains
 from lowmem_patch.tracing.op_roles import Role, role_of
 from lowmem_patch.tracing.saved_bytes import storage_key
 
@@ -49,7 +49,7 @@ def find(facts: Facts, config: PatchConfig) -> Found:
     savers = _Savers(facts)
     left = savers.leave_common_parts()
     attention = savers.attention_that_fits()
-    gated, in_groups = _gated_norms(facts, config)
+    norms, in_groups = _norms(facts, config)
     inputs = {
         name: call_inputs
         for name, call_inputs in _trained(facts, config)
@@ -65,21 +65,11 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         once = readers[weights[name]] == 1
         change = partial(store_input, once=once)
         found.add(stored(name, change=change, reason="input stored in 8 bits", kind="linear"))
-    norms = [site for site in norm_sites(facts, config) if isinstance(site, NormSite)]
-    layers = tuple(f"{name}." for name in inputs)
-    for site in (*(norm for norm in norms if norm.function is None), *gated):
-        if any(
-            consumer.text.startswith(layers)
-            or (consumer.linear.module in inputs and weight_trains(consumer))
-            for consumer in site.consumers
-            if consumer.linear is not None
-        ):
+    for site in norms:
+        if _is_read_by(site.consumers, inputs):
             found.add(Change(site.name, "eight_bit", _store_output))
     if found.patches:
-        parts = [f"the inputs of {len(inputs)} Linears"] if inputs else []
-        parts += [f"q, k, v and the output of {len(attention)} attentions"] if attention else []
-        stored_in_bits = f"{' and '.join(parts)} are stored in 8 bits"
-        found.notes.append(f"{stored_in_bits}, and gradients are approximate")
+        found.notes.append(_note(len(attention), len(inputs)))
     if left:
         found.notes.append(
             f"what attention saves stays in full in {len(left)} modules, as in {left[0][0]}: {left[0][1]}, "
@@ -88,10 +78,11 @@ def find(facts: Facts, config: PatchConfig) -> Found:
     return found
 
 
-def _gated_norms(facts: Facts, config: PatchConfig) -> tuple[list[PatchSite], set[int]]:
-    """Of gated norms whose output a Linear saves those that save it as well; and keys of the storages of
-    those that save z, of which the Linear computes it again."""
-    whole: list[PatchSite] = []
+def _norms(facts: Facts, config: PatchConfig) -> tuple[list[PatchSite], set[int]]:
+    """Norms, those with a gate among them that save their output as a Linear does; and keys of the storages
+    of outputs of such as save z, of which the Linear computes it again."""
+    norms = [site for site in norm_sites(facts, config) if isinstance(site, NormSite)]
+    whole: list[PatchSite] = [norm for norm in norms if norm.function is None]
     in_groups: set[int] = set()
     for patch in gated_norms.find(facts, config).patches:
         outputs = facts.outputs(patch.site)
@@ -103,19 +94,25 @@ def _gated_norms(facts: Facts, config: PatchConfig) -> tuple[list[PatchSite], se
     return whole, in_groups
 
 
+def _note(attention: int, linears: int) -> str:
+    parts = [f"the inputs of {linears} Linears"] if linears else []
+    parts += [f"q, k, v and the output of {attention} attentions"] if attention else []
+    return f"{' and '.join(parts)} are stored in 8 bits, and gradients are approximate"
+
+
 class _Savers:
     """Who saves a tensor's memory, in the unpatched forward.
 
     Attributes:
         attention: tensors that fused attention saves, by the module that runs it.
-        given: q, k and v of its calls.
+        given: q and k of its calls, and v.
         matmuls: names of modules whose attention has no fused kernel here: with dropout on a CPU.
     """
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self.attention: dict[str, list[Tensor]] = {}
-        self.given: dict[str, list[list[Tensor]]] = {}
+        self.given: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
         self.matmuls: set[str] = set()
         for op in facts.trace.ops:
             fused = op.name == "scaled_dot_product_attention" and not op.opaque
@@ -124,19 +121,19 @@ class _Savers:
                 continue
             if not op.outputs[0].requires_grad or op.module in facts.foreign_kernels:
                 continue
-            given = [*attention_call(op.name, op.args, op.kwargs)[:3]]
-            self.attention.setdefault(op.module, []).extend((*given, *op.outputs))
-            self.given.setdefault(op.module, []).append(given)
+            q, k, v = attention_call(op.name, op.args, op.kwargs)[:3]
+            self.attention.setdefault(op.module, []).extend((q, k, v, *op.outputs))
+            queries_and_keys, values = self.given.setdefault(op.module, ([], []))
+            queries_and_keys += q, k
+            values.append(v)
             if op.outputs[0].device.type == "cpu" and not _is_fused(op.outputs[0]):
                 self.matmuls.add(op.module)
 
     def leave_common_parts(self) -> list[tuple[str, str]]:
         """Drop the modules whose queries, keys or values have too much in common; their names, and why."""
         left = []
-        for name, calls in self.given.items():
-            keys = [tensor for call in calls for tensor in call[:2]]
-            values = [tensor for call in calls for tensor in call[2:]]
-            reason = common_part(self.facts, keys, values)
+        for name, given in self.given.items():
+            reason = common_part(self.facts, *given)
             if reason is not None:
                 del self.attention[name]
                 left.append((name, reason))
@@ -166,8 +163,7 @@ def _is_fused(output: Tensor) -> bool:
 
 def _trained(facts: Facts, config: PatchConfig) -> Iterator[tuple[str, list[Tensor]]]:
     """Linears and LoRA layers that train, but the head, with what their calls read."""
-    adapted = adapter_layers(facts, config)
-    inside = tuple(f"{name}." for name in adapted)
+    adapted, inside = adapter_layers(facts, config), inside_adapters(facts, config)
     heads = head_names(facts, config)
     for name in facts.order:
         module = facts.modules[name]
@@ -192,3 +188,14 @@ def _is_trained_linear(facts: Facts, name: str, module: nn.Module) -> bool:
         if sum(op.role.has(Role.LINEAR) for op in ops) != 1:
             return False
     return True
+
+
+def _is_read_by(consumers: list[Consumer], linears: Collection[str]) -> bool:
+    """Whether a Linear whose input is stored is among those that read a norm's output."""
+    layers = tuple(f"{name}." for name in linears)
+    return any(
+        consumer.text.startswith(layers)
+        or (consumer.linear.module in linears and weight_trains(consumer))
+        for consumer in consumers
+        if consumer.linear is not None
+    )

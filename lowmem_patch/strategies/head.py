@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.head import defer_logits
 from lowmem_patch.nn.own import has_foreign_forward
-from lowmem_patch.strategies.lora import adapter_layers
+from lowmem_patch.strategies.lora import adapter_layers, inside_adapters
 from lowmem_patch.strategies.protocol import Change, Facts, Found, once
 from lowmem_patch.tracing.op_roles import OF_LOGITS, Role
 
@@ -23,16 +23,16 @@ def find(facts: Facts, config: PatchConfig) -> Found:
     found = Found()
     if config.head == "keep":
         return found
-    adapted = adapter_layers(facts, config)
     for name in head_names(facts, config):
-        low_precision = config.linear_inputs == "activation_dtype" if name in adapted else None
+        adapted = name in adapter_layers(facts, config)
+        low_precision = config.linear_inputs == "activation_dtype" if adapted else None
         found.add(Change(name, "head", defer_logits, (low_precision,)))
         classes = facts.outputs(name)[0].shape[-1]
         found.notes.append(
             f"{name}: its {classes:,} logits per row are computed only when read; a cross entropy computes "
             "them in chunks of rows"
         )
-    found.notes += _others(facts, adapted)
+    found.notes += _others(facts, config)
     return found
 
 
@@ -41,16 +41,16 @@ def head_names(facts: Facts, config: PatchConfig) -> tuple[str, ...]:
     """Names of the heads whose logits wait."""
     if config.head == "keep":
         return ()
-    adapted = adapter_layers(facts, config)
-    wide = (name for name in facts.order if _is_wide(facts, name, adapted))
+    wide = (name for name in facts.order if _is_wide(facts, config, name))
     return tuple(name for name in wide if _readers(facts, name) == [])
 
 
-def _is_wide(facts: Facts, name: str, adapted: tuple[str, ...]) -> bool:
+def _is_wide(facts: Facts, config: PatchConfig, name: str) -> bool:
     """Whether a Linear, or a LoRA layer of one, has the width of a vocabulary."""
     module = facts.modules[name]
-    inside = name.startswith(tuple(f"{layer}." for layer in adapted))
-    if (type(module) is not nn.Linear or inside) and name not in adapted:
+    inside = name.startswith(inside_adapters(facts, config))
+    known = type(module) is nn.Linear and not inside
+    if not known and name not in adapter_layers(facts, config):
         return False
     if has_foreign_forward(module) or name in facts.foreign_kernels:
         return False
@@ -80,10 +80,10 @@ def _readers(facts: Facts, name: str) -> list[str] | None:
     return readers if reached else None
 
 
-def _others(facts: Facts, adapted: tuple[str, ...]) -> Iterator[str]:
+def _others(facts: Facts, config: PatchConfig) -> Iterator[str]:
     """Heads whose logits are computed whole, with the reason."""
     for name in facts.order:
-        if _is_wide(facts, name, adapted):
+        if _is_wide(facts, config, name):
             if readers := _readers(facts, name):
                 yield f"{name}: logits are computed whole, since {readers[0]} reads them"
             continue

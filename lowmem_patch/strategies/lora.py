@@ -73,6 +73,12 @@ def adapter_layers(facts: Facts, config: PatchConfig) -> tuple[str, ...]:
     return tuple(trained_lora_layers(facts.modules))
 
 
+@once
+def inside_adapters(facts: Facts, config: PatchConfig) -> tuple[str, ...]:
+    """How the names of modules in these layers begin."""
+    return tuple(f"{name}." for name in adapter_layers(facts, config))
+
+
 def trained_lora_layers(modules: Mapping[str, nn.Module]) -> Iterator[str]:
     """Names of the layers that train and that a patch takes."""
     for name, module in modules.items():
@@ -88,8 +94,7 @@ def _notes(facts: Facts, layers: tuple[str, ...], low_precision: bool) -> list[s
     taken = [facts.modules[name] for name in layers]
     adapters = filter(_is_adapter, facts.modules.values())
     reasons = Counter(reason for reason in map(_reason, adapters) if reason is not None)
-    dropped = ([float(getattr(d, "p", 0.0)) for d in _active(m, "lora_dropout")] for m in taken)
-    dropouts = Counter(max(p) for p in dropped if p and max(p) > 0)
+    dropouts = Counter(p for p in map(_dropout, taken) if p > 0)
     of_parameters = sum(adapts_parameter(type(m).forward) for m in taken)
     steps = Counter(
         type(m).__name__
@@ -97,11 +102,7 @@ def _notes(facts: Facts, layers: tuple[str, ...], low_precision: bool) -> list[s
         if not (adds_products(type(m).forward) or adapts_parameter(type(m).forward))
     )
     notes = [f"{len(layers)} adapter layers keep one copy of their input"] if layers else []
-    if lower := sum(low_precision and _is_wider(facts, name) for name in layers):
-        notes.append(
-            f"{lower} of them have an adapter in a wider dtype than their input (float32 beside bfloat16), "
-            "and compute in the input's dtype (preset exact: in the adapter's)"
-        )
+    notes += _lower_precision(facts, layers, low_precision)
     if of_parameters:
         notes.append(
             f"{of_parameters} of them adapt a parameter, of experts or a router, without making its sum"
@@ -140,6 +141,15 @@ def _of_another_dtype(facts: Facts, layers: tuple[str, ...]) -> list[str]:
     ]
 
 
+def _lower_precision(facts: Facts, layers: tuple[str, ...], low_precision: bool) -> list[str]:
+    lower = sum(low_precision and _is_wider(facts, name) for name in layers)
+    said = (
+        f"{lower} of them have an adapter in a wider dtype than their input (float32 beside bfloat16), and "
+        "compute in the input's dtype (preset exact: in the adapter's)"
+    )
+    return [said] if lower else []
+
+
 def _is_wider(facts: Facts, name: str) -> bool:
     """Whether an adapter's weights have more bits than the input of its layer."""
     given = [call.inputs[0].dtype.itemsize for call in facts.calls.get(name, ()) if call.inputs]
@@ -171,3 +181,7 @@ def _reason(layer: Any) -> str | None:
     if variants:
         return f"{', '.join(sorted(variants))} computes more with the input than x A^T B^T"
     return None
+
+
+def _dropout(layer: Any) -> float:
+    return max((float(getattr(d, "p", 0.0)) for d in _active(layer, "lora_dropout")), default=0.0)

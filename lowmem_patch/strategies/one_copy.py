@@ -78,12 +78,7 @@ def _siblings(facts: Facts, config: PatchConfig) -> Iterator[tuple[str, list[str
     layers = adapter_layers(facts, config)
     parts = {id(m) for name in layers for m in facts.modules[name].modules()}
     scaled = {name for name, _ in scaled_outputs(facts, config)}
-    linears = {
-        name
-        for name, module in facts.modules.items()
-        if type(module) is nn.Linear and module.weight.requires_grad and id(module) not in parts
-        if runs_class_forward(module)
-    }
+    linears = {name for name in _trained_linears(facts) if id(facts.modules[name]) not in parts}
     readers: dict[int, set[str]] = {}
     for name in (*linears - scaled, *layers):
         for x in _plain_inputs(facts, name):
@@ -110,6 +105,12 @@ def _caller(facts: Facts, names: set[str]) -> str:
     if has_foreign_forward(facts.modules[name]):
         return ""
     return "" if is_compiled_function(type(facts.modules[name]).forward) else name
+
+
+def _trained_linears(facts: Facts) -> Iterator[str]:
+    for name, module in facts.modules.items():
+        if type(module) is nn.Linear and module.weight.requires_grad and runs_class_forward(module):
+            yield name
 
 
 def _plain_inputs(facts: Facts, name: str) -> Iterator[Tensor]:

@@ -222,10 +222,8 @@ def _match(name: str, function: Any) -> Rotation | None:
     plain = function.forward if isinstance(function, nn.Module) else function
     parameters = inspect.signature(plain).parameters
     kind = RotationOfOne if "x" in parameters else Rotation
-    required = _REQUIRED_OF_ONE if kind is RotationOfOne else _REQUIRED
-    names, optional = [*parameters][: len(required)], tuple(parameters)[len(required) :]
-    given = any(parameters[extra].default is inspect.Parameter.empty for extra in optional)
-    if names != required or given or not set(optional) <= set(_OPTIONAL):
+    optional = _optional(parameters, _REQUIRED_OF_ONE if kind is RotationOfOne else _REQUIRED)
+    if optional is None:
         return None
     of_both = partial(_of_both, function) if kind is RotationOfOne else function
     if "unsqueeze_dim" in optional:
@@ -241,11 +239,26 @@ def _match(name: str, function: Any) -> Rotation | None:
         function,
         optional,
         default,
-        # the dimension of the heads of tensors without a batch, counted as if they had one; 0 for none
-        next((dim for dim in _DIMS if _agrees(of_both, dim, _WIDTH, batched=False)), 0),
+        _unbatched(of_both),
         partial=_agrees(of_both, default, _WIDTH // 2),
         keeps_dtype=_keeps_dtype(of_both, default),
     )
+
+
+def _unbatched(function: Any) -> int:
+    """The dimension of the heads of tensors without a batch, counted as if they had one; 0 for none."""
+    return next((dim for dim in _DIMS if _agrees(function, dim, _WIDTH, batched=False)), 0)
+
+
+def _optional(
+    parameters: Mapping[str, inspect.Parameter], required: list[str]
+) -> tuple[str, ...] | None:
+    """Which known parameters with defaults stand behind the ``required`` ones; None where others do."""
+    names = tuple(parameters)
+    optional = names[len(required) :]
+    known = list(names[: len(required)]) == required and set(optional) <= set(_OPTIONAL)
+    given = any(parameters[extra].default is inspect.Parameter.empty for extra in optional)
+    return optional if known and not given else None
 
 
 def _of_both(function: Any, q: Tensor, k: Tensor, *rest: Any, **named: Any) -> tuple[Any, Any]:

@@ -24,7 +24,7 @@ from lowmem_patch.nn.norms import MSLayerNorm, MSNorm, MSRMSNorm, OutputUse
 from lowmem_patch.strategies.activations import ActivationSite, activation_sites, products
 from lowmem_patch.strategies.chains import chain_sources
 from lowmem_patch.strategies.head import head_names
-from lowmem_patch.strategies.lora import adapter_layers
+from lowmem_patch.strategies.lora import inside_adapters
 from lowmem_patch.strategies.norm_sites import NormSite, eps_name, norm_sites, read_as_it_lies
 from lowmem_patch.strategies.protocol import Facts, Found, Skip, once
 from lowmem_patch.strategies.rotary import is_turned
@@ -119,14 +119,14 @@ def share_or_skip(
     """The patch of a norm, or why there is none."""
     consumers = _who_saves_it(facts, config, site.consumers)
     whole = site.gamma is None and site.beta is None
-    adapters = tuple(f"{name}." for name in adapter_layers(facts, config))
-    read = any(weight_trains(c) or c.text.startswith(adapters) for c in consumers)
+    inside = inside_adapters(facts, config)
+    read = any(weight_trains(c) or c.text.startswith(inside) for c in consumers)
     who = (
         "the norm and its Linears save one tensor"
         if read
         else "one tensor is saved in place of the input"
     )
-    reason = f"{who}: the norm's output" + ("" if whole else _OR_Z) + _no_gain(facts, site, read)
+    reason = f"{who}: the norm's output" + _OR_Z * (not whole) + _no_gain(facts, site, read)
     if why_not_folded:
         reason += f"; not folded: {why_not_folded}"
     patch = shared_norm(facts, config, site, reason)
@@ -160,24 +160,18 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
     """The patch of a norm, by who reads its output."""
     consumers = site.consumers
     linears = all(consumer.use == "linear" for consumer in consumers) and bool(consumers)
-    # Linears read one and the same copy of the output, its rows in another order
     behind_row_moves = (
-        linears
-        and len({id(one.tensor) for one in consumers}) == 1
-        and consumers[0].copied
-        and not any(one.reshaped for one in consumers)
-        and facts.written(site.name, "inputs") is None
+        linears and _is_behind_row_moves(consumers) and facts.written(site.name, "inputs") is None
     )
     # a norm inside an autocast region whose readers are outside must stay in high precision, as it was
     around = {call.autocast for call in facts.calls_of(site.name)}
     feeds_autocast = feed_autocast(consumers, around)
-    inside = tuple(f"{name}." for name in adapter_layers(facts, config))
+    inside = inside_adapters(facts, config)
     # adapter layers see to their input themselves
     others = [consumer for consumer in consumers if not consumer.text.startswith(inside)]
     saves_casts = config.linear_inputs != "keep"
     behind = _who_saves_it(facts, config, consumers)
-    # Linears behind a dropout save the very output, with the bits of the mask
-    dropped = any(weight_trains(one) and one not in consumers for one in behind)
+    dropped = _is_dropped(behind, consumers)
     lies_as_input = _may_lie_as_input(facts, config, site, behind)
     turned = lies_as_input and is_turned(facts, config, site.name, site.outputs)
     use = OutputUse(
@@ -188,7 +182,10 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
         of_computed=_is_of_computed(facts, config, site),
         one_copy=_one_copy(others, feeds_autocast, saves_casts, linears, dropped),
         shares_copy=not feeds_autocast and saves_casts and _shares_copy(facts, consumers, around),
-        output_saved=dropped or turned or _is_saved_whole(facts, config, consumers),
+        output_saved=dropped
+        or turned
+        or facts.is_sharded
+        or _is_saved_whole(facts, config, consumers),
         output_moved=any(_reads_a_moved_view(consumer, site.outputs) for consumer in consumers),
         lies_as_input=lies_as_input,
         turned=turned,
@@ -307,6 +304,18 @@ def _would_be_contiguous(view: Tensor, whole: Tensor) -> bool:
     return True
 
 
+def _is_behind_row_moves(consumers: list[Consumer]) -> bool:
+    """Whether Linears read one and the same copy of the output, its rows in another order."""
+    distinct = {id(consumer.tensor) for consumer in consumers}
+    rearranged = any(consumer.reshaped for consumer in consumers)
+    return len(distinct) == 1 and consumers[0].copied and not rearranged
+
+
+def _is_dropped(behind: list[Consumer], consumers: list[Consumer]) -> bool:
+    """Whether Linears behind a dropout save the very output, with the bits of the mask."""
+    return any(weight_trains(consumer) and consumer not in consumers for consumer in behind)
+
+
 def _one_copy(
     consumers: list[Consumer], feeds_autocast: bool, saves_casts: bool, linears: bool, dropped: bool
 ) -> str | None:
@@ -345,10 +354,10 @@ def _is_saved(
 
 
 def _is_saved_whole(facts: Facts, config: PatchConfig, consumers: list[Consumer]) -> bool:
-    """Whether an op that is no Linear saves the output, so that z beside it would be one more; or Linears do
-    by themselves, as sharded ones: heads save rows that they read."""
+    """Whether an op that is no Linear saves the output, so that z beside it would be one more; or a head,
+    which saves rows that it reads. Sharded Linears do so as well."""
     heads, sources = head_names(facts, config), chain_sources(facts, config)
-    if facts.is_sharded or any(c.use == "linear" and c.text in heads for c in consumers):
+    if any(c.use == "linear" and c.text in heads for c in consumers):
         return True
     if any(c.use == "output" or c.reshaped or id(c.tensor) in sources for c in consumers):
         return True  # the caller holds it, or a Linear saves it as rows of another length, or a chain does
