@@ -186,11 +186,11 @@ def refuse_lost_linears(model: nn.Module, folded: list[Folded]) -> None:
             if here and model.get_submodule(linear.module) is module:
                 continue
             lost = (
-                "in whose place another module stands now: put that one back first"
+                ", in whose place another module stands now: put that one back first"
                 if here
-                else "which is no longer in the model: put it back first"
+                else ", which is no longer in the model: put it back first"
             )
-            raise PatchError(f"{one.step.norm} was folded into {linear.module}, {lost}")
+            raise PatchError(f"{one.step.norm} was folded into {linear.module}{lost}")
 
 
 def unfold(model: nn.Module, folded: list[Folded], *, arithmetic: bool) -> None:
