@@ -10,8 +10,8 @@ from torch import Tensor
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.functional import ActivationKind
-from lowmem_patch.strategies.norm_sites import makes_chains
-from lowmem_patch.strategies.protocol import Facts, PatchSite, Skip, forward_obstacle
+from lowmem_patch.strategies.norm_sites import PatchSite, makes_chains
+from lowmem_patch.strategies.protocol import Facts, Skip, forward_obstacle, once
 from lowmem_patch.tracing.call_arguments import CalledFunction, channel_norm_call
 from lowmem_patch.tracing.consumers import (
     Consumer,
@@ -68,37 +68,24 @@ class ActivationSite(PatchSite):
     function: CalledFunction | None = None
 
 
+@once
 def activation_sites(facts: Facts, config: PatchConfig) -> list[ActivationSite | Skip]:
     """Each activation of the model, in the order of the forward, or why no strategy may patch it."""
-    return facts.once(activation_sites, lambda: list(_find_sites(facts, config)))
-
-
-def _find_sites(facts: Facts, config: PatchConfig) -> Iterator[ActivationSite | Skip]:
-    for name in facts.leaves:
-        kind = facts.activation(name)
-        if kind is not None and name not in facts.foreign_kernels:
-            site = _site(facts, name, kind, config)
-            if _is_of_a_chain(facts, config, site):
-                continue
+    found: list[ActivationSite | Skip] = []
+    modules = [
+        (n, facts.activation(n), None) for n in facts.leaves if n not in facts.foreign_kernels
+    ]
+    functions = [(name, called.kind, called.function) for name, called in facts.functions.items()]
+    for name, kind, function in (*modules, *functions):
+        if kind is None or isinstance(kind, NormSpec):
+            continue
+        site = _site(facts, name, kind, config, function)
+        # a sigmoid whose output others save, too, is no row of a report
+        is_row = function is None or site.recomputing_gains or facts.saved(name)
+        if is_row and not _is_of_a_chain(facts, config, site):
             obstacle = _obstacle(facts, site, config)
-            yield site if obstacle is None else site.skip(obstacle)
-    for name, called in facts.functions.items():
-        if isinstance(called.kind, NormSpec):
-            continue
-        site = _site(facts, name, called.kind, config, called.function)
-        if not (site.recomputing_gains or facts.saved(name)):
-            continue  # a sigmoid whose output others save, too, is no row of a report
-        if _is_of_a_chain(facts, config, site):
-            continue
-        gain = _saved(facts, [*facts.outputs(name), *products(site.consumers)])
-        obstacle = forward_obstacle(facts, called.module, gain) or _obstacle(facts, site, config)
-        yield site if obstacle is None else site.skip(obstacle)
-
-
-def normed_channels(facts: Facts) -> dict[int, Op]:
-    """The norms over channels, by the ids of their outputs, of modules all of whose norms can wait: one
-    activation is the only reader."""
-    return facts.once(normed_channels, lambda: _normed_channels(facts))
+            found.append(site if obstacle is None else site.skip(obstacle))
+    return found
 
 
 def _reads_norms(facts: Facts, config: PatchConfig, name: str, consumers: list[Consumer]) -> bool:
@@ -109,7 +96,10 @@ def _reads_norms(facts: Facts, config: PatchConfig, name: str, consumers: list[C
     return all(call.inputs and id(call.inputs[0]) in norms for call in facts.calls_of(name))
 
 
-def _normed_channels(facts: Facts) -> dict[int, Op]:
+@once
+def normed_channels(facts: Facts) -> dict[int, Op]:
+    """The norms over channels, by the ids of their outputs, of modules all of whose norms can wait: one
+    activation is the only reader."""
     found: dict[str, list[Op]] = {}
     others: set[str] = set()
     for number, op in enumerate(facts.trace.ops):
@@ -154,13 +144,19 @@ def unknown_activations(facts: Facts) -> Iterator[Skip]:
             yield Skip(name, "other", "a custom autograd function: nobody sees what it computes")
 
 
-def products(consumers: list[Consumer]) -> list[Tensor]:
-    """The gated products that are made of an output."""
-    return [t for c in consumers if c.use == "product" and c.op for t in c.op.outputs]
+def products(consumers: list[Consumer], use: Use = "product") -> list[Tensor]:
+    """The gated products that are made of an output, or its squares."""
+    return [t for c in consumers if c.use == use and c.op for t in c.op.outputs]
 
 
-def _squares(consumers: list[Consumer]) -> list[Tensor]:
-    return [t for c in consumers if c.use == "square" and c.op for t in c.op.outputs]
+def are_weighed(facts: Facts, product: Tensor) -> bool:
+    """Whether rows of a product are multiplied with a number for each of them that has a gradient."""
+    return any(
+        factor.requires_grad and factor.shape == (*product.shape[:-1], 1)
+        for op in facts.trace.consumers.get(id(product), ())
+        if op.role.has(Role.PRODUCT)
+        for factor in tensors_in(op.args)
+    )
 
 
 def consumers_of(facts: Facts, outputs: list[Tensor]) -> list[Consumer]:
@@ -179,10 +175,10 @@ def _site(
     rows = [consumer for consumer in consumers if not consumer.reshaped]  # what can be deferred
     hook = _hook(facts, consumers)
     in_place = _works_in_place(facts, name)
-    # in place, some save their output, and some a copy of their input
-    of_output = _saves_output(facts, name) or (in_place and not facts.saved(name))
+    of_output = _saves_output(facts, name, in_place)
     gated = any(consumer.use == "product" for consumer in rows)
-    squares = _squares(rows) if kind == "relu" else []  # a squared ReLU, written as two functions
+    # a squared ReLU, written as two functions
+    squares = products(rows, "square") if kind == "relu" else []
     linear = next(filter(weight_trains, (*rows, *consumers_of(facts, squares))), None)
     normed = _reads_norms(facts, config, name, rows)
     reads = 0 if squares else _reads(facts, name, rows, normed)
@@ -190,7 +186,11 @@ def _site(
     if not of_output:
         gains |= normed  # its input need not be saved, since that of the norm is, in any case
     elif not normed:
-        gains = _output_can_go(facts, config, name, kind, products(rows) + squares, linear)
+        # a Linear keeps a product that was made of it, or what a dropout made of it, but where one exact bit
+        # takes less time
+        behind = consumers_of(facts, products(rows) + squares)
+        read = is_output(facts, name, linear)
+        gains = any(map(weight_trains, behind)) or not (read or _is_exact(kind, config))
     gains &= hook is None
     chosen = _choose(
         config, kind, gains=gains, frozen=_is_read_frozen(facts, consumers),
@@ -212,7 +212,7 @@ def next_to_nothing(facts: Facts, gain: int, worth: float) -> str | None:
     return f"next to nothing to gain: less than {100 * worth:g} % of all that is saved"
 
 
-def _is_frozen(consumer: Consumer) -> bool:
+def is_frozen(consumer: Consumer) -> bool:
     """Whether it is a matmul of a weight that does not train."""
     return weight_read_with(consumer) is not None and not weight_trains(consumer)
 
@@ -226,7 +226,7 @@ def _is_read_frozen(facts: Facts, consumers: list[Consumer]) -> bool:
         for output in consumer.op.outputs
     ]
     behind = consumers_of(facts, joined) if joined else []
-    return any(map(_is_frozen, consumers)) or (bool(behind) and all(map(_is_frozen, behind)))
+    return any(map(is_frozen, consumers)) or (bool(behind) and all(map(is_frozen, behind)))
 
 
 def is_output(facts: Facts, name: str, consumer: Consumer | None) -> bool:
@@ -237,39 +237,22 @@ def is_output(facts: Facts, name: str, consumer: Consumer | None) -> bool:
     return tensor is None or storage_key(tensor) in places
 
 
-def _output_can_go(
-    facts: Facts,
-    config: PatchConfig,
-    name: str,
-    kind: ActivationKind,
-    made: list[Tensor],
-    linear: Consumer | None,
-) -> bool:
-    """Whether what an activation saves, its output, need not be saved: a Linear keeps a product that was
-    ``made`` of it, or what a dropout made of it, but where one exact bit takes less time."""
-    if any(map(weight_trains, consumers_of(facts, made))):
-        return True
-    return not (is_output(facts, name, linear) or _is_exact(kind, config))
-
-
 def _is_exact(kind: ActivationKind, config: PatchConfig) -> bool:
     """Whether codes give the very derivative."""
-    tables = STEP_TABLES.get(kind)
-    return tables is not None and tables[config.bits].exact
+    return kind in STEP_TABLES and STEP_TABLES[kind][config.bits].exact
 
 
 def _reads(facts: Facts, name: str, consumers: list[Consumer], normed: bool) -> int:
     """How many operators read the output of a call as it is, if autograd saves it for one of them, or a
     cast of it where the output waits for that one, as that of a norm does in any case."""
-    outputs = {id(tensor) for tensor in facts.outputs(name)}
+    made = facts.outputs(name)
+    outputs = set(map(id, made))
     readers = [
         consumer.op
         for consumer in consumers
         if consumer.op is not None and consumer.use in READS and id(consumer.tensor) in outputs
     ]
-    places = {storage_key(tensor) for tensor in facts.outputs(name)}
-    savers = {(one.module, one.function) for key in places for one in facts.savers.get(key, ())}
-    saved = any((op.module, op.name) in savers or (normed and saves_a_cast(op)) for op in readers)
+    saved = any(facts.is_saved_for(op, *made) or (normed and saves_a_cast(op)) for op in readers)
     return -(-len(readers) // len(facts.calls_of(name))) if saved else 0
 
 
@@ -289,9 +272,10 @@ def input_read_later(facts: Facts, name: str) -> str | None:
     return next((reader for reader in found if reader is not None), None)
 
 
-def _saves_output(facts: Facts, name: str) -> bool:
-    """Whether torch's derivative of each call's last op is one of the output."""
-    return all(
+def _saves_output(facts: Facts, name: str, in_place: bool) -> bool:
+    """Whether torch's derivative of each call's last op is one of the output; in place, some save that, and
+    some a copy of their input."""
+    return (in_place and not facts.saved(name)) or all(
         any(
             op.role.has(Role.SAVES_OUTPUT) and any(made is call.outputs[0] for made in op.outputs)
             for op in facts.trace.ops[call.first_op : call.last_op]
@@ -308,17 +292,16 @@ def _choose(
     `auto` approximates where a ``frozen`` Linear reads the output, and nowhere else: only there have
     training runs shown what that costs.
     """
-    tables = STEP_TABLES.get(kind)
     if _is_exact(kind, config) and not possible:
         return "keep" if config.activations == "keep" else "codes"  # no approximation
     if config.activations == "auto":
-        return "codes" if frozen and not gains and tables is not None else "recompute"
+        return "codes" if frozen and not gains and kind in STEP_TABLES else "recompute"
     return config.activations
 
 
 def _hook(facts: Facts, consumers: list[Consumer]) -> str | None:
     """Who hangs a hook on the output or on the gated product, or asks for its memory: it cannot wait then."""
-    behind = products(consumers) + _squares(consumers)
+    behind = products(consumers) + products(consumers, "square")
     for consumer in consumers + (consumers_of(facts, behind) if behind else []):
         if consumer.op is not None and consumer.op.role.has(NEEDS_TENSOR):
             return consumer.text
@@ -331,16 +314,20 @@ def _is_of_a_chain(facts: Facts, config: PatchConfig, site: ActivationSite) -> b
     (``x * torch.sigmoid(1.7 * x)``): a chain of these functions saves that alone."""
     if site.chosen != "recompute" or not site.gated:
         return False
-    chains = facts.once(find_chains, lambda: find_chains(facts.trace, frozenset(), facts.caller))
     return all(
         any(
             call.first_op in chain.ops
             and makes_chains(facts, config, chain.module)
             and _saves_less(facts, chain, call)
-            for chain in chains
+            for chain in _all_chains(facts)
         )
         for call in facts.calls_of(site.name)
     )
+
+
+@once
+def _all_chains(facts: Facts) -> list[Chain]:
+    return find_chains(facts.trace, frozenset(), facts.caller)
 
 
 def _saves_less(facts: Facts, chain: Chain, call: Call) -> bool:
@@ -350,21 +337,13 @@ def _saves_less(facts: Facts, chain: Chain, call: Call) -> bool:
     read = [t for op in products for t in tensors_in(op.args) if id(t) not in own]
     kept = [*call.inputs, *read]
     before, sources = chain.makers_of(kept)
-    saved = [t for op in before for t in op.reads if _is_saved_for(facts, op, t)]
+    saved = [
+        tensor
+        for op in before
+        for tensor in op.reads
+        if tensor.shape == op.outputs[0].shape and facts.is_saved_for(op, tensor)
+    ]
     return _numbers(sources) < _numbers([*kept, *saved])
-
-
-def _saved(facts: Facts, tensors: list[Tensor]) -> int:
-    """Bytes that autograd holds of these."""
-    keys = set(map(storage_key, tensors))
-    return sum(one.bytes for one in facts.trace.saved.storages if one.key in keys)
-
-
-def _is_saved_for(facts: Facts, op: Op, tensor: Tensor) -> bool:
-    """Whether autograd saves a tensor of the result's shape for an op that reads it."""
-    whole = tensor.shape == op.outputs[0].shape
-    savers = facts.savers.get(storage_key(tensor), ()) if whole else ()
-    return any((one.module, one.function) == (op.module, op.name) for one in savers)
 
 
 def _numbers(tensors: list[Tensor]) -> int:
@@ -374,6 +353,12 @@ def _numbers(tensors: list[Tensor]) -> int:
 
 
 def _obstacle(facts: Facts, site: ActivationSite, config: PatchConfig) -> str | None:
+    if site.function is not None:
+        read = {storage_key(t) for t in (*facts.outputs(site.name), *products(site.consumers))}
+        gain = sum(facts.storages[key].bytes for key in read & facts.storages.keys())
+        obstacle = forward_obstacle(facts, facts.functions[site.name].module, gain)
+        if obstacle is not None:
+            return obstacle
     if config.activations == "keep":
         return "activations: keep"
     writers = _writers(site.consumers)

@@ -3,7 +3,7 @@ the Linear saves no copy; exact."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -12,12 +12,11 @@ from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.forward_modes import HeadsLastQueries, has_heads_first
 from lowmem_patch.nn.modes import run_under
 from lowmem_patch.nn.own import has_foreign_forward
-from lowmem_patch.strategies import rotary
-from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
+from lowmem_patch.strategies.protocol import Change, Facts, Found
+from lowmem_patch.strategies.rotary import rotating
 from lowmem_patch.tracing.call_arguments import attention_call
 from lowmem_patch.tracing.categories import Saver
 from lowmem_patch.tracing.consumers import (
-    Consumer,
     consumers_behind_dropouts,
     find_consumers,
     weight_trains,
@@ -31,42 +30,31 @@ _FUSED = "scaled_dot_product_attention"
 _COPIES_WHERE_NEEDED = Role.RESHAPE | Role.CONTIGUOUS
 
 
-class HeadsLast(Patch):
-    """A module whose fused attention gets its queries in the order in which a Linear reads its output."""
-
-    strategy = "attention layout"
-
-    def apply(self, target: Target) -> None:
-        run_under(target.model.get_submodule(self.site), HeadsLastQueries)
-
-
 def find(facts: Facts, config: PatchConfig) -> Found:
     """The modules that run such attention, and of whose output a copy is saved for no other reason."""
     if config.attention != "fused":
         return Found()
     # as one op, a rotation that passes columns on by itself leaves q as it lay
-    rotated = {patch.site for patch in rotary.find(facts, config).patches if patch.rotation.partial}
+    rotated = {name for name, one in rotating(facts, config).items() if one.partial}
     names: dict[str, None] = {}
     for op in facts.trace.ops:
         module = facts.modules.get(op.module)
         if module is None or op.module in rotated or has_foreign_forward(module):
             continue
-        if _saves_once(op, facts.savers) and _is_copied(facts.trace, op):
+        if _saves_once(op, facts.savers_of) and _is_copied(facts.trace, op):
             names[op.module] = None
-    patches = [HeadsLast(name) for name in _not_around(facts.trace, names)]
-    note = (
-        f"attention whose output lies as the Linear behind it reads it, for memory: {len(patches)}"
-    )
-    return Found(patches, notes=[note] if patches else [])
+    heads_first = {op.module for op in facts.trace.ops if _needs_heads_first(facts.trace, op)}
+    patches = [
+        Change(name, "attention layout", run_under, (HeadsLastQueries,))
+        for name in names
+        # no output within its forward must have its heads first
+        if not any(f"{one}.".startswith(f"{name}.") for one in heads_first)
+    ]
+    text = "attention whose output lies as the Linear behind it reads it, for memory"
+    return Found().take(patches, text)
 
 
-def _not_around(trace: Trace, names: Iterable[str]) -> list[str]:
-    """Those of the modules within whose forward no output of attention must have its heads first."""
-    within = {op.module for op in trace.ops if op.name == _FUSED and _needs_heads_first(trace, op)}
-    return [name for name in names if not any(f"{one}.".startswith(f"{name}.") for one in within)]
-
-
-def _saves_once(op: Op, savers: Mapping[int, tuple[Saver, ...]]) -> bool:
+def _saves_once(op: Op, savers_of: Callable[[Tensor], Iterable[Saver]]) -> bool:
     """Whether an op is fused attention of queries with the heads first that nobody else saves.
 
     Queries that others save, too, would be saved twice, once in either order. Attention that is computed by
@@ -78,17 +66,16 @@ def _saves_once(op: Op, savers: Mapping[int, tuple[Saver, ...]]) -> bool:
     others = (t for t in (*op.args, *op.kwargs.values()) if isinstance(t, Tensor) and t is not q)
     if not has_heads_first(q) or storage_key(q) in map(storage_key, others):
         return False
-    by_q, by_output = (
-        {saver.function for saver in savers.get(storage_key(one), ())} for one in (q, op.outputs[0])
-    )
+    by_q, by_output = ({one.function for one in savers_of(read)} for read in (q, op.outputs[0]))
     # under autocast a cast of q is saved
     return by_q <= fused and by_output == fused
 
 
 def _needs_heads_first(trace: Trace, op: Op) -> bool:
-    """Whether the output is viewed in a shape that only memory with the heads first has without a copy."""
-    output = op.outputs[0]
-    if not has_heads_first(output):
+    """Whether the output of fused attention is viewed in a shape that only memory with the heads first has
+    without a copy."""
+    output = op.outputs[0] if op.name == _FUSED else None
+    if output is None or not has_heads_first(output):
         return False
     b, h, s, d = output.shape
     heads_last = torch.empty((b, s, h, d), device="meta").transpose(1, 2)
@@ -132,14 +119,12 @@ def _is_copied(trace: Trace, op: Op) -> bool:
 
 def _is_saved(trace: Trace, copy: Tensor) -> bool:
     """Whether a matmul of a weight that trains reads it, or a gate is multiplied with it."""
-    consumers = [one for one in find_consumers(trace, [copy]) if _reads_memory(one, copy)]
+    # this very memory, or a cast of it, and no copy in yet another order
+    consumers = [
+        one
+        for one in find_consumers(trace, [copy])
+        if one.tensor is not None
+        and (storage_key(one.tensor) == storage_key(copy) or one.tensor.dtype != copy.dtype)
+    ]
     behind = consumers_behind_dropouts(trace, consumers)
     return any(weight_trains(one) or one.use == "product" for one in behind)
-
-
-def _reads_memory(consumer: Consumer, copy: Tensor) -> bool:
-    """Whether it reads this very memory, or a cast of it, and no copy in yet another order."""
-    read = consumer.tensor
-    if read is None:
-        return False
-    return storage_key(read) == storage_key(copy) or read.dtype != copy.dtype

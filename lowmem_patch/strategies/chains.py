@@ -6,8 +6,7 @@ many tensors of the full width. What enters the chain is saved in their place.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from torch import Tensor
 
@@ -17,41 +16,20 @@ from lowmem_patch.nn.modes import run_under
 from lowmem_patch.strategies import codes, recompute
 from lowmem_patch.strategies.activations import next_to_nothing
 from lowmem_patch.strategies.norm_sites import makes_chains, norms_by_output
-from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target, forward_obstacle
+from lowmem_patch.strategies.protocol import Change, Facts, Found, Patch, forward_obstacle, once
 from lowmem_patch.strategies.scales import scaled_outputs
-from lowmem_patch.tracing.call_arguments import ElementwiseCall, elementwise_call
+from lowmem_patch.tracing.call_arguments import elementwise_call
 from lowmem_patch.tracing.consumers import Consumer, find_consumers, matmul_of
 from lowmem_patch.tracing.functions import Chain, find_chains, maker_in
 from lowmem_patch.tracing.op_roles import NEEDS_TENSOR, Role
 from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.trace import Op
 
-_KIND = "chain"
-_RECOMPUTE = recompute.DeferredActivation.strategy
 # functions: a single one, or a cast, is its readers' to know, but for one that is read through a view, and
 # for a product that is multiplied with a weight
 _FEWEST = 2
 _PRODUCTS = Role.PRODUCT | Role.GATED_HALVES
 _WORTH = 1e-3  # Python looks at each function of the forward
-
-
-@dataclasses.dataclass(frozen=True)
-class DeferredChains(Patch):
-    """A module whose forward calls such functions.
-
-    Attributes:
-        calls: of the functions.
-        viewed: Linears read views of what they give.
-    """
-
-    strategy = _RECOMPUTE
-
-    calls: frozenset[ElementwiseCall]
-    viewed: bool
-
-    def apply(self, target: Target) -> None:
-        module = target.model.get_submodule(self.site)
-        run_under(module, DeferChains, self.calls, self.viewed)
 
 
 def find(facts: Facts, config: PatchConfig) -> Found:
@@ -62,50 +40,45 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         calls = frozenset(call for chain in chains for call in chain.calls)
         viewed = any(_is_viewed(facts, chain) for chain in chains)
         count = sum(len(chain.ops) for chain in chains)
+        reason = f"input of {count} elementwise functions kept, their values recomputed"
         found.add(
-            DeferredChains(
-                name, calls, viewed,
-                reason=f"input of {count} elementwise functions kept, their values recomputed",
-                kind=_KIND, consumers=texts,
+            Change(
+                name, recompute.NAME, run_under, (DeferChains, calls, viewed),
+                reason=reason, kind="chain", consumers=texts,
             )
         )  # fmt: skip
     return found
 
 
+@once
 def planned_chains(facts: Facts, config: PatchConfig) -> dict[str, list[Chain]]:
     """The chains that are computed again, by the modules whose forwards call them."""
-
-    def find() -> dict[str, list[Chain]]:
-        found: dict[str, list[Chain]] = {}
-        for chain in () if config.activations == "keep" else _saving_chains(facts, config):
-            found.setdefault(chain.module, []).append(chain)
-        # no row of a report says that a model, which calls many such functions, is left as it is
-        return {name: chains for name, chains in found.items() if _pays(facts, config, chains)}
-
-    return facts.once(planned_chains, find)
+    found: dict[str, list[Chain]] = {}
+    for chain in () if config.activations == "keep" else _saving_chains(facts, config):
+        found.setdefault(chain.module, []).append(chain)
+    # no row of a report says that a model, which calls many such functions, is left as it is
+    return {name: chains for name, chains in found.items() if _pays(facts, config, chains)}
 
 
 def _pays(facts: Facts, config: PatchConfig, chains: list[Chain]) -> bool:
     """Whether the chains of a module can be computed again, and save enough."""
     name = chains[0].module
-    gain = sum(_gain(facts, config, chain) for chain in chains) - _beside(facts, config, chains)
-    return not (
-        next_to_nothing(facts, gain * facts.alike(name), _WORTH)
-        or forward_obstacle(facts, name, gain)
-        or _obstacle(facts, chains)
+    gain = sum(_gain(facts, config, chain) for chain in chains)
+    gain -= _more_bytes(facts, config, _read_beside(facts, config, chains))
+    return (
+        next_to_nothing(facts, gain * facts.alike(name), _WORTH) is None
+        and forward_obstacle(facts, name, gain) is None
+        and all(_can_wait(facts, chain) for chain in chains)
     )
 
 
+@once
 def chain_sources(facts: Facts, config: PatchConfig) -> set[int]:
     """Ids of the tensors that are saved in the place of what chains save."""
-
-    def find() -> set[int]:
-        planned = planned_chains(facts, config).values()
-        own = {id(t) for chains in planned for chain in chains for t in chain.sources}
-        beside = (read for chains in planned for read in _read_beside(facts, config, chains))
-        return own | {id(tensor) for tensor in beside}
-
-    return facts.once(chain_sources, find)
+    planned = planned_chains(facts, config).values()
+    own = {id(t) for chains in planned for chain in chains for t in chain.sources}
+    beside = (read for chains in planned for read in _read_beside(facts, config, chains))
+    return own | {id(tensor) for tensor in beside}
 
 
 def _saving_chains(facts: Facts, config: PatchConfig) -> Iterator[Chain]:
@@ -125,32 +98,18 @@ def _saving_chains(facts: Facts, config: PatchConfig) -> Iterator[Chain]:
             yield chain
 
 
+@once
 def _normed(facts: Facts, config: PatchConfig) -> frozenset[int]:
     """Ids of the outputs of norms that may save them."""
-
-    def find() -> frozenset[int]:
-        sites = norms_by_output(facts, config).values()
-        return frozenset(id(t) for site in sites for t in site.outputs if t.requires_grad)
-
-    return facts.once(_normed, find)
+    sites = norms_by_output(facts, config).values()
+    return frozenset(id(t) for site in sites for t in site.outputs if t.requires_grad)
 
 
-def _saved_instead(facts: Facts, config: PatchConfig, tensor: Tensor) -> bool:
-    """Whether a norm made a tensor, and will save it in the place of its input, which nobody else saves."""
-    if id(tensor) not in _normed(facts, config):
-        return False
-    site = norms_by_output(facts, config)[id(tensor)]
-    return tensor.nbytes <= facts.saved(site.name)
-
-
+@once
 def _known(facts: Facts, config: PatchConfig) -> dict[int, Patch]:
     """The patches of activations, by the ids of what these give."""
-
-    def find() -> dict[int, Patch]:
-        patches = (*recompute.find(facts, config).patches, *codes.find(facts, config).patches)
-        return {id(t): patch for patch in patches for t in facts.outputs(patch.site)}
-
-    return facts.once(_known, find)
+    patches = (*recompute.find(facts, config).patches, *codes.find(facts, config).patches)
+    return {id(t): patch for patch in patches for t in facts.outputs(patch.site)}
 
 
 def _gain(facts: Facts, config: PatchConfig, chain: Chain) -> int:
@@ -162,58 +121,55 @@ def _gain(facts: Facts, config: PatchConfig, chain: Chain) -> int:
     if not gone:
         return 0
     known = _known(facts, config)
-    beside = {
-        key: tensor
-        for key, tensor in sources.items()
-        if not _saved_instead(facts, config, tensor)
+    beside = [
+        tensor
+        for tensor in sources.values()
         # a recomputed activation saves its input in any case
-        if id(tensor) not in known or known[id(tensor)].strategy != _RECOMPUTE
-    }
+        if id(tensor) not in known or known[id(tensor)].strategy != recompute.NAME
+    ]
     return gone - _more_bytes(facts, config, beside)
 
 
-def _more_bytes(facts: Facts, config: PatchConfig, tensors: Mapping[int, Tensor]) -> int:
-    """Bytes of the storages, by key, that neither autograd nor the model holds anyway."""
+def _more_bytes(facts: Facts, config: PatchConfig, tensors: list[Tensor]) -> int:
+    """Bytes of the storages of tensors that nobody holds anyway: neither autograd nor the model, nor a norm
+    that made them, in the place of its input, which nobody else saves."""
+    normed, norms = _normed(facts, config), norms_by_output(facts, config)
+    beside = {
+        storage_key(tensor): tensor
+        for tensor in tensors
+        if id(tensor) not in normed or tensor.nbytes > facts.saved(norms[id(tensor)].name)
+    }
     # of a Linear's output that a scale multiplies nothing would be saved
     scaled = {storage_key(value) for _, value in scaled_outputs(facts, config)}
     return sum(
         tensor.untyped_storage().nbytes()
-        for key, tensor in tensors.items()
+        for key, tensor in beside.items()
         if key not in facts.state_keys and (key in scaled or key not in facts.storages)
     )
 
 
-def _beside(facts: Facts, config: PatchConfig, chains: list[Chain]) -> int:
-    """Bytes that are saved for what other functions read that wait as well."""
-    read = _read_beside(facts, config, chains)
-    beside = {storage_key(t): t for t in read if not _saved_instead(facts, config, t)}
-    return _more_bytes(facts, config, beside)
-
-
 def _read_beside(facts: Facts, config: PatchConfig, chains: list[Chain]) -> list[Tensor]:
-    """What other functions read, of the module or of those in it, which are called as those of the chains
-    are, so that they wait, too."""
-    made = {key for chain in chains for key in chain.made}
-    alike = list(_called_alike(facts, config, chains, made))
-    return [tensor for op in alike for tensor in op.reads if id(tensor) not in made]
-
-
-def _called_alike(
-    facts: Facts, config: PatchConfig, chains: list[Chain], made: set[int]
-) -> Iterator[Op]:
-    """Functions with a gradient that are not of the chains, and that the module's forward lets wait, too.
-    What they make is added to ``made``."""
-    name, calls = chains[0].module, {call for chain in chains for call in chain.calls}
-    own = {id(op) for chain in chains for op in chain.ops.values()}
+    """What functions with a gradient read that are not of the chains, of the module or of those in it, which
+    are called as those of the chains are, so that its forward lets them wait, too."""
+    name = chains[0].module
+    whole = Chain(name)
+    for chain in chains:
+        whole.ops.update(chain.ops)
+        whole.calls |= chain.calls
+    made, own = set(whole.made), set(map(id, whole.ops.values()))
     # of a norm that is left alone, the forward does not know that a norm made its output
     makers = maker_in(made, _normed(facts, config)), maker_in(made, frozenset())
+    alike = []
     for op in facts.trace.ops:
         inside = op.module == name or op.module.startswith(f"{name}.")
         if not inside or id(op) in own or not any(t.requires_grad for t in op.outputs):
             continue
-        if any(elementwise_call(op.name, op.args, op.kwargs, maker) in calls for maker in makers):
+        if any(
+            elementwise_call(op.name, op.args, op.kwargs, maker) in whole.calls for maker in makers
+        ):
             made.add(id(op.outputs[0]))
-            yield op
+            alike.append(op)
+    return [tensor for op in alike for tensor in op.reads if id(tensor) not in made]
 
 
 def _still_saved(facts: Facts, chain: Chain) -> set[int]:
@@ -222,12 +178,11 @@ def _still_saved(facts: Facts, chain: Chain) -> set[int]:
     own = set(map(id, chain.ops.values()))
     for tensor in chain.made.values():
         key = storage_key(tensor)
-        savers = {(saver.module, saver.function) for saver in facts.savers.get(key, ())}
         for op in facts.trace.consumers.get(id(tensor), ()):
             if id(op) in own or _saves_sources(facts, op, tensor):
                 continue
             is_view = any(storage_key(output) == key for output in op.outputs)
-            if op.opaque or is_view or (op.module, op.name) in savers:
+            if op.opaque or is_view or facts.is_saved_for(op, tensor):
                 found.add(key)
     return found
 
@@ -251,24 +206,24 @@ def _saves_sources(facts: Facts, op: Op, tensor: Tensor) -> bool:
     return bool(behind) and all(_saves_sources(facts, *pair) for pair in behind)
 
 
+def _saving_sources(facts: Facts, chain: Chain) -> Iterator[Op]:
+    """The readers of a chain's values that save what these are computed from."""
+    for tensor in chain.made.values():
+        for op in facts.trace.consumers.get(id(tensor), ()):
+            if _saves_sources(facts, op, tensor):
+                yield op
+
+
 def _is_viewed(facts: Facts, chain: Chain) -> bool:
     """Whether a matmul of a weight reads a view of a chain's value."""
-    return any(
-        op.role.has(VIEWED) and _saves_sources(facts, op, tensor)
-        for tensor in chain.made.values()
-        for op in facts.trace.consumers.get(id(tensor), ())
-    )
+    return any(op.role.has(VIEWED) for op in _saving_sources(facts, chain))
 
 
 def _feeds_a_weight(facts: Facts, chain: Chain) -> bool:
     """Whether a matmul of a weight, or a convolution, reads what a chain of products makes."""
     functions = [op for op in chain.ops.values() if not op.role.has(Role.CAST)]
     products = bool(functions) and all(op.role.has(_PRODUCTS) for op in functions)
-    return products and any(
-        _saves_sources(facts, op, tensor)
-        for tensor in chain.made.values()
-        for op in facts.trace.consumers.get(id(tensor), ())
-    )
+    return products and any(True for _ in _saving_sources(facts, chain))
 
 
 def readers(facts: Facts, chain: Chain) -> list[Consumer]:
@@ -278,17 +233,13 @@ def readers(facts: Facts, chain: Chain) -> list[Consumer]:
     return [one for one in found if id(one.op) not in own]
 
 
-def _obstacle(facts: Facts, chains: list[Chain]) -> str | None:
-    """What keeps the values of chains from waiting."""
-    for chain in chains:
-        held = [t for t in chain.sources if storage_key(t) in facts.state_keys]
-        # of the model's own, any write: that of the next forward may come before this one's backward
-        writer = facts.writes.later(chain.sources, min(chain.ops)) or facts.writes.later(held, 0)
-        if writer is not None:
-            return f"its input is written in place by {writer}"
-        for reader in readers(facts, chain):
-            if reader.use == "write":
-                return f"its output is written in place by {reader.text}"
-            if reader.op is not None and reader.op.role.has(NEEDS_TENSOR):
-                return f"it is read by {reader.text}"
-    return None
+def _can_wait(facts: Facts, chain: Chain) -> bool:
+    """Whether nobody writes into what a chain reads or makes, or asks for the memory of that."""
+    held = [t for t in chain.sources if storage_key(t) in facts.state_keys]
+    # of the model's own, any write: that of the next forward may come before this one's backward
+    if facts.writes.later(chain.sources, min(chain.ops)) or facts.writes.later(held, 0):
+        return False
+    return not any(
+        reader.use == "write" or (reader.op is not None and reader.op.role.has(NEEDS_TENSOR))
+        for reader in readers(facts, chain)
+    )

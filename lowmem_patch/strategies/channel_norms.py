@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from torch import Tensor
 
 from lowmem_patch.config import PatchConfig
@@ -11,22 +9,12 @@ from lowmem_patch.nn.channel_norms import DeferChannelNorms
 from lowmem_patch.nn.modes import run_under
 from lowmem_patch.strategies import recompute
 from lowmem_patch.strategies.activations import next_to_nothing, normed_channels
-from lowmem_patch.strategies.protocol import Facts, Found, Patch, Skip, Target
+from lowmem_patch.strategies.protocol import Change, Facts, Found, Skip
 from lowmem_patch.tracing.op_roles import Role
 from lowmem_patch.tracing.probes import looks_like_norm
 from lowmem_patch.tracing.trace import Op
 
 _WORTH = 1e-4
-
-
-@dataclasses.dataclass(frozen=True)
-class DeferredChannelNorm(Patch):
-    """A module whose forward calls a norm over channels, which an activation reads."""
-
-    strategy = "recompute"
-
-    def apply(self, target: Target) -> None:
-        run_under(target.model.get_submodule(self.site), DeferChannelNorms)
 
 
 def find(facts: Facts, config: PatchConfig) -> Found:
@@ -51,7 +39,12 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         if left is None:
             reader = readers[id(outputs[0])]
             reason = f"input kept, norm and activation recomputed from it for {reader}"
-            found.add(DeferredChannelNorm(name, reason=reason, kind=kind, consumers=(reader,)))
+            found.add(
+                Change(
+                    name, recompute.NAME, run_under, (DeferChannelNorms,),
+                    reason=reason, kind=kind, consumers=(reader,),
+                )
+            )  # fmt: skip
         elif looks_like_norm(facts.modules[name]):
             found.add(Skip(name, kind, left))
     return found

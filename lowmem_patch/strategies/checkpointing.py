@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -20,12 +20,15 @@ from lowmem_patch.nn.host_memory import HostMemory
 from lowmem_patch.nn.offloading import Await, LastRun, Offload, awaiting, offloaded
 from lowmem_patch.nn.own import give_forward_around, has_foreign_forward
 from lowmem_patch.strategies.protocol import Facts, Patch, Target
+from lowmem_patch.tracing.base_model import is_leaf
 from lowmem_patch.tracing.shadow import tensors_in
 from lowmem_patch.tracing.trace import Call
 
+_NAME = "checkpointing"
 # what a block may do
 LEVELS = ("patched", "offloaded", "attention", "checkpointed", "host", "segment", "halves")
 ALONE = ("patched", "attention", "checkpointed", "host")  # without its neighbours
+_INPUTS = {"segment": "segment", "halves": "segment", "host": "host"}  # else on the device
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 # of its saved bytes that a block's own list of blocks has, so that these are the blocks
 _MOST = 0.5
@@ -36,8 +39,6 @@ _FORWARDS: dict[type, Any] = {Recompute: checkpointed, Offload: offloaded, Await
 class LevelPatch(Patch):
     """A block that is run again in backward, or whose saved tensors wait in host memory, or before which what
     an earlier one saved has left the device."""
-
-    strategy = "checkpointing"
 
     how: Recompute | Offload | Await
 
@@ -104,9 +105,8 @@ def find_blocks(facts: Facts) -> Blocks:
     the blocks."""
     chains = _chains(facts)
     sites: list[str] = []
-    for chain in chains:
-        if not any(other != chain and _inside(other, chain) for other in chains):
-            sites += _members(facts, chains, chain)
+    for chain in _outermost(chains):
+        sites += _members(facts, chains, chain)
     chosen = {site for site in sites if any(t.requires_grad for t in facts.outputs(site))}
     calls = [call for call in facts.trace.calls if call.name in chosen]
     calls.sort(key=lambda call: call.first_op)
@@ -121,18 +121,21 @@ def find_blocks(facts: Facts) -> Blocks:
 def _block(facts: Facts, site: str) -> Block:
     module = facts.modules[site]
     refusal = "other code gave it a forward of its own" if has_foreign_forward(module) else ""
-    return Block(site, tuple(_written_buffers(module)), refusal)
-
-
-def _written_buffers(module: nn.Module) -> Iterator[str]:
-    """Statistics that a forward in training mode updates."""
-    for name, inner in module.named_modules():
-        if getattr(inner, "running_mean", None) is not None:
-            yield from (f"{name}.{buffer}" if name else buffer for buffer in inner._buffers)
+    written = tuple(
+        f"{name}.{buffer}" if name else buffer
+        for name, inner in module.named_modules()
+        if getattr(inner, "running_mean", None) is not None  # statistics, which training updates
+        for buffer in inner._buffers
+    )
+    return Block(site, written, refusal)
 
 
 def _inside(outer: str, inner: str) -> bool:
     return inner.startswith(f"{outer}.") or outer == ""
+
+
+def _outermost(names: Collection[str]) -> list[str]:
+    return [n for n in names if not any(other != n and _inside(other, n) for other in names)]
 
 
 def _chains(facts: Facts) -> dict[str, list[str]]:
@@ -140,9 +143,7 @@ def _chains(facts: Facts) -> dict[str, list[str]]:
     lists = {name: _blocks_in(facts, name) for name in facts.modules}
     repeated = {name: members for name, members in lists.items() if _repeats(facts, members)}
     known = [name for name, members in lists.items() if members]
-    return repeated or {
-        name: lists[name] for name in known if not any(_inside(n, name) for n in known if n != name)
-    }
+    return repeated or {name: lists[name] for name in _outermost(known)}
 
 
 def _blocks_in(facts: Facts, name: str) -> list[str]:
@@ -150,7 +151,9 @@ def _blocks_in(facts: Facts, name: str) -> list[str]:
     if not isinstance(module, _LISTS):
         return []
     slots = (f"{name}.{slot}" if name else slot for slot in module._modules)
-    return [slot for slot in slots if slot in facts.calls and _is_large(facts.modules[slot])]
+    ran = [(slot, facts.modules[slot]) for slot in slots if slot in facts.calls]
+    # one layer is no block
+    return [slot for slot, m in ran if not is_leaf(m) and next(m.parameters(), None) is not None]
 
 
 def _repeats(facts: Facts, members: list[str]) -> bool:
@@ -162,11 +165,6 @@ def _repeats(facts: Facts, members: list[str]) -> bool:
     classes = [type(facts.modules[call.name]) for call in calls]
     pairs = itertools.pairwise(calls)
     return len(set(classes)) < len(classes) and all(_follows(facts, *pair) for pair in pairs)
-
-
-def _is_large(module: nn.Module) -> bool:
-    """Whether it is more than one layer."""
-    return any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
 def _follows(facts: Facts, first: Call, second: Call) -> bool:
@@ -187,8 +185,7 @@ def _members(facts: Facts, chains: Mapping[str, list[str]], chain: str) -> Itera
     """The members of a list, or the blocks that a member is mostly made of."""
     for member in chains[chain]:
         inner = [name for name in chains if name == member or _inside(member, name)]
-        outermost = [n for n in inner if not any(o != n and _inside(o, n) for o in inner)]
-        found = [site for name in outermost for site in _members(facts, chains, name)]
+        found = [site for name in _outermost(inner) for site in _members(facts, chains, name)]
         if found and sum(_bytes(facts, s) for s in found) >= _MOST * _bytes(facts, member):
             yield from found
         else:
@@ -224,35 +221,21 @@ def patches_of(
             if later is None:
                 continue
             last = LastRun()
-            found.append(LevelPatch(block.site, Offload(host, last, caches), reason=reason))
+            found.append(LevelPatch(block.site, _NAME, Offload(host, last, caches), reason=reason))
             site = blocks.blocks[blocks.runs[later].block].site
-            awaiting.append(LevelPatch(site, Await(host, last)))
+            awaiting.append(LevelPatch(site, _NAME, Await(host, last)))
         elif level != "patched":
-            how = _recompute(blocks, levels, number, first_runs[number] + 1, host, caches)
-            found.append(LevelPatch(block.site, how, reason=reason))
+            behind = blocks.runs[first_runs[number] + 1 :]
+            next_level = levels.get(blocks.blocks[behind[0].block].site) if behind else None
+            how = Recompute(
+                attention=level == "attention",
+                input=_INPUTS.get(level, "device"),
+                continues=next_level in ("segment", "halves"),
+                halves="halves" in (level, next_level),
+                buffers=block.buffers,
+                host=host if level == "host" else None,
+                caches=caches,
+                repeats=sum(run.block == number for run in blocks.runs) > 1,
+            )
+            found.append(LevelPatch(block.site, _NAME, how, reason=reason))
     return *found, *awaiting
-
-
-def _recompute(
-    blocks: Blocks,
-    levels: Mapping[str, str],
-    number: int,
-    behind: int,
-    host: HostMemory,
-    caches: ForwardCaches,
-) -> Recompute:
-    """How a block runs again; ``behind`` is the run behind its first one."""
-    block = blocks.blocks[number]
-    level = levels[block.site]
-    after = blocks.blocks[blocks.runs[behind].block].site if behind < len(blocks.runs) else ""
-    next_level = levels.get(after, "patched")
-    return Recompute(
-        attention=level == "attention",
-        input={"segment": "segment", "halves": "segment", "host": "host"}.get(level, "device"),
-        continues=next_level in ("segment", "halves"),
-        halves="halves" in (level, next_level),
-        buffers=block.buffers,
-        host=host if level == "host" else None,
-        caches=caches,
-        repeats=sum(run.block == number for run in blocks.runs) > 1,
-    )

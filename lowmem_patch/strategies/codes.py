@@ -31,21 +31,12 @@ _WORTH = 1e-3  # `auto` leaves a sigmoid or tanh exact that saves less
 class CodedActivation(Swap):
     """An activation that saves codes; ``in_place``: it overwrites its input."""
 
-    strategy = "codes"
-    approximate = True
-
     activation: ActivationKind
     bits: int
     in_place: bool
 
     def make(self, original: nn.Module) -> nn.Module:
         return CodesActivation(self.activation, self.bits, self.in_place)
-
-
-class ExactlyCodedActivation(CodedActivation):
-    """One whose derivative takes the two values that a bit tells apart."""
-
-    approximate = False
 
 
 def find(facts: Facts, config: PatchConfig) -> Found:
@@ -58,12 +49,11 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         if why_not is not None:
             found.add(site.skip(why_not))
             continue
-        exact = STEP_TABLES[site.kind][config.bits].exact
-        patch = ExactlyCodedActivation if exact else CodedActivation
         found.add(
-            patch(
-                site.name, site.kind, config.bits, site.in_place,
+            CodedActivation(
+                site.name, "codes", site.kind, config.bits, site.in_place,
                 reason=_reason(site, config), kind=site.kind, consumers=site.texts,
+                approximate=not STEP_TABLES[site.kind][config.bits].exact,
                 function=site.function, saves=_cost(facts, site, config),
             )
         )  # fmt: skip

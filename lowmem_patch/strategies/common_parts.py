@@ -19,7 +19,7 @@ from lowmem_patch.nn.context import is_foreign
 from lowmem_patch.strategies.norm_sites import is_norm
 from lowmem_patch.strategies.protocol import Facts
 from lowmem_patch.tracing.call_arguments import weight_matmul
-from lowmem_patch.tracing.dataflow import backward, first_input, makers
+from lowmem_patch.tracing.dataflow import backward, first_input
 from lowmem_patch.tracing.op_roles import REARRANGES, Role
 from lowmem_patch.tracing.probes import NormSpec
 from lowmem_patch.tracing.saved_bytes import storage_key
@@ -46,22 +46,21 @@ class _Linear(NamedTuple):
 
 def common_part(facts: Facts, queries_and_keys: list[Tensor], values: list[Tensor]) -> str | None:
     """Which bias is too large for these to be stored in 8 bits; None where none is known to be."""
-    made_by = facts.once("makers", lambda: makers(facts.trace))
     kinds = (queries_and_keys, _LARGEST), (values, _TYPICAL_OF_VALUES)
     for tensor, typical in ((tensor, typical) for tensors, typical in kinds for tensor in tensors):
-        for linear in _linears_behind(facts, made_by, tensor):
-            share = _share(facts, made_by, linear, _part(linear.output, tensor))
+        for linear in _linears_behind(facts, tensor):
+            share = _share(facts, linear, _part(linear.output, tensor))
             if share is not None and (share[0] > _LARGEST or share[1] > typical):
                 times = f"{share[0]:.1f} times what the weight of {linear.module} makes of a token"
                 return f"a bias, or beta in front, is up to {times}"
     return None
 
 
-def _linears_behind(facts: Facts, made_by: dict[int, Op], tensor: Tensor) -> Iterator[_Linear]:
+def _linears_behind(facts: Facts, tensor: Tensor) -> Iterator[_Linear]:
     """The last Linears on all ways to ``tensor``."""
     waiting, seen = [tensor], set[int]()
     while waiting:
-        op = made_by.get(id(waiting.pop()))
+        op = facts.makers.get(id(waiting.pop()))
         if op is None or id(op) in seen:
             continue
         seen.add(id(op))
@@ -99,15 +98,13 @@ def _part(output: Tensor, tensor: Tensor) -> Tensor:
     return places.unique() % width  # type: ignore[no-any-return, no-untyped-call]  # torch leaves it untyped
 
 
-def _share(
-    facts: Facts, made_by: dict[int, Op], linear: _Linear, part: Tensor
-) -> tuple[float, float] | None:
+def _share(facts: Facts, linear: _Linear, part: Tensor) -> tuple[float, float] | None:
     """The largest part that all outputs have in common, and the root of its mean square, in a group of
     neighbours among the channels ``part``; as multiples of what the weight makes of a token there. None where
     there is none, or parameters are not at hand.
     """
     bias = _values(facts, linear.bias)
-    gamma, beta = _affine_before(facts, made_by, linear.input)
+    gamma, beta = _affine_before(facts, linear.input)
     if bias is None and beta is None:
         return None  # before a large weight is looked at
     weight = _values(facts, linear.weight)
@@ -124,14 +121,13 @@ def _share(
         typical = torch.ones_like(bias)  # of a weight packed in 4 bits: a token makes about 1
     if bias is None or typical is None:
         return None
-    groups = zip(*(torch.split(v, EIGHT_BIT_GROUP) for v in (bias, typical)), strict=True)
-    largest, usual = torch.stack([_of_group(*group) for group in groups]).amax(0).tolist()
+    shares = []
+    groups = (torch.split(values, EIGHT_BIT_GROUP) for values in (bias, typical))
+    for own, token in zip(*groups, strict=True):
+        scale = token.square().mean().sqrt().clamp_min(torch.finfo(torch.float32).tiny)
+        shares.append(torch.stack([own.abs().max(), own.square().mean().sqrt()]) / scale)
+    largest, usual = torch.stack(shares).amax(0).tolist()
     return largest, usual
-
-
-def _of_group(bias: Tensor, typical: Tensor) -> Tensor:
-    scale = typical.square().mean().sqrt().clamp_min(torch.finfo(torch.float32).tiny)
-    return torch.stack([bias.abs().max(), bias.square().mean().sqrt()]) / scale
 
 
 def _values(facts: Facts, tensor: Any) -> Tensor | None:
@@ -145,14 +141,16 @@ def _values(facts: Facts, tensor: Any) -> Tensor | None:
     return value.detach().float()
 
 
-def _affine_before(
-    facts: Facts, made_by: dict[int, Op], x: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
+def _passed_on(op: Op, _: Tensor) -> Tensor | None:
+    return first_input(op) if op.role.has(_PASSES_ON) else None
+
+
+def _affine_before(facts: Facts, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """gamma and beta of the norm that made ``x``."""
     if x is None:
         return None, None
-    for form in backward(made_by, x, _same):
-        op = made_by.get(id(form))
+    for form in backward(facts.makers, x, _passed_on):
+        op = facts.makers.get(id(form))
         spec = None if op is None or op.module not in facts.calls else facts.norm(op.module)
         if op is not None and isinstance(spec, NormSpec) and spec.dim == -1:
             module = facts.modules[op.module]
@@ -161,7 +159,3 @@ def _affine_before(
             )
             return None if gamma is None else spec.settings.gamma_of(gamma), beta
     return None, None
-
-
-def _same(op: Op, _: Tensor) -> Tensor | None:
-    return first_input(op) if op.role.has(_PASSES_ON) else None

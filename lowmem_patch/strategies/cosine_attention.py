@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator
 
 from torch import Tensor
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.cosine_attention import CosineAttention, scales
 from lowmem_patch.nn.modes import run_under
-from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target, forward_obstacle
+from lowmem_patch.strategies.protocol import Change, Facts, Found, forward_obstacle
 from lowmem_patch.tracing.call_arguments import normalized_rows
-from lowmem_patch.tracing.dataflow import backward, first_input, forward, makers, only_consumer
+from lowmem_patch.tracing.dataflow import backward, first_input, forward, only_consumer
 from lowmem_patch.tracing.op_roles import REARRANGES, Role
 from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.trace import Op, Trace
-
-
-@dataclasses.dataclass(frozen=True)
-class CosineScores(Patch):
-    """A module whose forward normalises rows for matmuls, or scales what they give."""
-
-    strategy = "cosine attention"
-
-    rows: bool
-    scores: bool
-    autocast: bool
-
-    def apply(self, target: Target) -> None:
-        module = target.model.get_submodule(self.site)
-        run_under(module, CosineAttention, self.rows, self.scores, self.autocast)
 
 
 def find(facts: Facts, config: PatchConfig) -> Found:
@@ -39,24 +23,14 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         return Found()
     rows = _unit_rows(facts)
     scores = dict(_scaled(facts, rows))
-    names = [
-        name
-        for name in dict.fromkeys((*rows, *scores))
-        if forward_obstacle(facts, name, rows.get(name, 0) + scores.get(name, 0)) is None
-    ]
-    patches = [
-        CosineScores(
-            name,
-            rows=name in rows,
-            scores=name in scores,
-            autocast=all(call.autocast for call in facts.calls[name]),
-        )
-        for name in names
-    ]
-    text = (
-        f"cosine attention that saves q and k once, and no scores for their scale: {len(patches)}"
-    )
-    return Found(patches, notes=[text] if patches else [])
+    patches = []
+    for name in dict.fromkeys((*rows, *scores)):
+        if forward_obstacle(facts, name, rows.get(name, 0) + scores.get(name, 0)) is None:
+            autocast = all(call.autocast for call in facts.calls[name])
+            settings = (CosineAttention, name in rows, name in scores, autocast)
+            patches.append(Change(name, "cosine attention", run_under, settings))
+    text = "cosine attention that saves q and k once, and no scores for their scale"
+    return Found().take(patches, text)
 
 
 def _unit_rows(facts: Facts) -> dict[str, int]:
@@ -96,43 +70,37 @@ def _moves(op: Op, tensor: Tensor) -> bool:
 
 def _scaled(facts: Facts, rows: Container[str]) -> Iterator[tuple[str, int]]:
     """Modules whose matmul's product is read by a product with a scale that trains, and its bytes."""
-    made = facts.once("makers", lambda: makers(facts.trace))
     for value, maker in scaled_scores(facts):
         # torch's matmul may have saved copies
         written = facts.writes.later(maker.reads, facts.trace.ops.index(maker))
-        if written is None and all(_is_saved(facts, made, one, rows) for one in maker.reads):
+        if written is None and all(_is_saved(facts, one, rows) for one in maker.reads):
             yield maker.module, value.nbytes
 
 
 def scaled_scores(facts: Facts) -> Iterator[tuple[Tensor, Op]]:
     """Results of matmuls that are read by a product with a scale that trains alone, and the matmuls."""
-    made = facts.once("makers", lambda: makers(facts.trace))
     for op in _own_ops(facts, Role.PRODUCT):
         value = first_input(op)
-        maker = None if value is None else made.get(id(value))
-        if value is not None and maker is not None and _is_scaled(facts, op, value, maker):
-            yield value, maker
+        maker = None if value is None else facts.makers.get(id(value))
+        if value is None or maker is None or len(op.args) != 2:
+            continue
+        if maker.module == op.module and maker.role.has(Role.MATMUL):
+            scale = op.args[1]
+            trains = isinstance(scale, Tensor) and scale.requires_grad and value.requires_grad
+            if trains and scales(value, scale) and only_consumer(facts.trace, value) is op:
+                yield value, maker
 
 
-def _is_scaled(facts: Facts, op: Op, value: Tensor, maker: Op) -> bool:
-    """Whether a product is that of a matmul's result, which nobody else reads, and a scale that trains."""
-    if maker.module != op.module or not maker.role.has(Role.MATMUL) or len(op.args) != 2:
-        return False
-    scale = op.args[1]
-    trains = isinstance(scale, Tensor) and scale.requires_grad and value.requires_grad
-    return trains and scales(value, scale) and only_consumer(facts.trace, value) is op
-
-
-def _is_saved(facts: Facts, made: Mapping[int, Op], factor: Tensor, rows: Container[str]) -> bool:
+def _is_saved(facts: Facts, factor: Tensor, rows: Container[str]) -> bool:
     """Whether the memory of a matmul's factor is saved in any case: of some, torch saves a copy."""
-    if storage_key(factor) in facts.savers:
+    if storage_key(factor) in facts.storages:
         return True
 
     def source_of(op: Op, tensor: Tensor) -> Tensor | None:
         source = first_input(op)
         return source if source is not None and _moves(op, source) else None
 
-    op = made.get(id(list(backward(made, factor, source_of))[-1]))
+    op = facts.makers.get(id(list(backward(facts.makers, factor, source_of))[-1]))
     return op is not None and op.role.has(Role.UNIT_ROWS) and op.module in rows
 
 

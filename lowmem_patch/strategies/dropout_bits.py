@@ -9,9 +9,8 @@ from torch import nn
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.activations import PackedDropout, keep_for_dropout
-from lowmem_patch.nn.own import Own
-from lowmem_patch.strategies.lora import adapter_layers
-from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
+from lowmem_patch.strategies.lora import adapter_layers, inside_adapters
+from lowmem_patch.strategies.protocol import Change, Facts, Found, hook_behind
 from lowmem_patch.strategies.swap import Swap
 from lowmem_patch.tracing.call_arguments import dropout_call
 from lowmem_patch.tracing.consumers import find_consumers, read_compiled
@@ -23,21 +22,10 @@ from lowmem_patch.tracing.op_roles import Role
 class BitDropout(Swap):
     """A dropout that saves bits."""
 
-    strategy = "dropout_bits"
-
     p: float
 
     def make(self, original: nn.Module) -> nn.Module:
         return PackedDropout(self.p)
-
-
-class DroppedOutput(Patch):
-    """A Linear of whose output a forward calls ``F.dropout``, which saves bits."""
-
-    strategy = "dropout_bits"
-
-    def apply(self, target: Target) -> None:
-        target.model.get_submodule(self.site).register_forward_hook(Own(keep_for_dropout))
 
 
 def find(facts: Facts, config: PatchConfig) -> Found:
@@ -48,17 +36,16 @@ def find(facts: Facts, config: PatchConfig) -> Found:
     """
     if config.linear_inputs == "keep":
         return Found()
-    found = {patch.site: patch for patch in _patches(facts, adapter_layers(facts, config))}
-    notes = []
-    if found:
-        notes.append(f"dropouts whose mask is kept in bits, one for each element: {len(found)}")
-        if facts.on_meta:
-            notes.append("before, a mask is counted as a GPU keeps it: a byte for each element")
-    return Found(list(found.values()), notes=notes)
+    found = {patch.site: patch for patch in _patches(facts, config)}
+    text = "dropouts whose mask is kept in bits, one for each element"
+    made = Found().take(list(found.values()), text)
+    if found and facts.on_meta:
+        made.notes.append("before, a mask is counted as a GPU keeps it: a byte for each element")
+    return made
 
 
-def _patches(facts: Facts, adapted: tuple[str, ...]) -> Iterator[BitDropout | DroppedOutput]:
-    inside = tuple(f"{name}." for name in adapted)
+def _patches(facts: Facts, config: PatchConfig) -> Iterator[BitDropout | Change]:
+    adapted, inside = adapter_layers(facts, config), inside_adapters(facts, config)
     # a call stands where it ends: the innermost comes first
     calls = reversed(facts.trace.calls)
     made_by = {id(tensor): call.name for call in calls for tensor in call.outputs}
@@ -69,11 +56,10 @@ def _patches(facts: Facts, adapted: tuple[str, ...]) -> Iterator[BitDropout | Dr
         if not 0 < call.p < 1 or call.in_place or not op.outputs[0].requires_grad:
             continue
         if type(facts.modules.get(op.module)) is nn.Dropout:
-            yield BitDropout(op.module, call.p)
-        else:
-            name = made_by.get(id(first_input(op)), "")
-            if type(facts.modules[name]) is nn.Linear or name in adapted:
-                made = facts.outputs(name)
-                consumers = find_consumers(facts.trace, made)
-                if read_compiled(facts.trace, made, consumers) is None:
-                    yield DroppedOutput(name)
+            yield BitDropout(op.module, "dropout_bits", call.p)
+            continue
+        name = made_by.get(id(first_input(op)), "")
+        if type(facts.modules[name]) is nn.Linear or name in adapted:
+            made = facts.outputs(name)
+            if read_compiled(facts.trace, made, find_consumers(facts.trace, made)) is None:
+                yield Change(name, "dropout_bits", hook_behind, (keep_for_dropout,))

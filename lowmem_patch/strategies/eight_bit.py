@@ -8,9 +8,9 @@ saves 0.70 of its floor, with them 0.53. They stay in full where a bias is far l
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -22,53 +22,23 @@ from lowmem_patch.nn.own import has_foreign_forward
 from lowmem_patch.strategies import gated_norms
 from lowmem_patch.strategies.common_parts import common_part
 from lowmem_patch.strategies.head import head_names
-from lowmem_patch.strategies.lora import adapter_layers
-from lowmem_patch.strategies.norm_sites import NormSite, norm_sites
-from lowmem_patch.strategies.protocol import Facts, Found, Patch, PatchSite, Target
+from lowmem_patch.strategies.lora import adapter_layers, inside_adapters
+from lowmem_patch.strategies.norm_sites import NormSite, PatchSite, norm_sites
+from lowmem_patch.strategies.protocol import Change, Facts, Found
 from lowmem_patch.tracing.base_model import is_leaf
 from lowmem_patch.tracing.call_arguments import attention_call
 from lowmem_patch.tracing.consumers import Consumer, find_consumers, weight_trains
 from lowmem_patch.tracing.op_roles import Role, role_of
 from lowmem_patch.tracing.saved_bytes import storage_key
 
-
-@dataclasses.dataclass(frozen=True)
-class StoredInput(Patch):
-    """A Linear that trains, or a LoRA layer, whose input is stored in 8 bits.
-
-    Attributes:
-        once: a forward reads its weight once.
-    """
-
-    strategy = "eight_bit"
-    approximate = True
-
-    once: bool = dataclasses.field(default=False, kw_only=True)
-
-    def apply(self, target: Target) -> None:
-        store_input(target.model.get_submodule(self.site), once=self.once)
+_AS_MATMULS = "; attention runs as matmuls here, whose other tensors stay in full"
 
 
-class StoredAttention(Patch):
-    """A module whose fused attention stores q, k, v and its output in 8 bits."""
-
-    strategy = "eight_bit"
-    approximate = True
-
-    def apply(self, target: Target) -> None:
-        store_attention(target.model.get_submodule(self.site))
-
-
-class StoredNorm(Patch):
-    """A norm that shares what such a Linear stores; approximate with it, in whose row a report says so."""
-
-    strategy = "eight_bit"
-
-    def apply(self, target: Target) -> None:
-        module = target.model.get_submodule(self.site)
-        # a norm that is left alone saves its input, which no Linear reads
-        if isinstance(module, MSNorm):
-            store_input(module)
+def _store_output(module: nn.Module) -> None:
+    """Let a norm share what such a Linear stores; in whose row a report says that it is approximate."""
+    # a norm that is left alone saves its input, which no Linear reads
+    if isinstance(module, MSNorm):
+        store_input(module)
 
 
 def find(facts: Facts, config: PatchConfig) -> Found:
@@ -79,22 +49,25 @@ def find(facts: Facts, config: PatchConfig) -> Found:
     savers = _Savers(facts)
     left = savers.leave_common_parts()
     attention = savers.attention_that_fits()
-    gated, in_groups = _gated_norms(facts, config)
+    norms, in_groups = _norms(facts, config)
     inputs = {
         name: call_inputs
         for name, call_inputs in _trained(facts, config)
         if savers.allow(call_inputs) and not in_groups & set(map(storage_key, call_inputs))
     }
+    stored = partial(Change, strategy="eight_bit", approximate=True)
     for name in attention:
-        found.add(StoredAttention(name, reason=savers.reason(name), kind="attention"))
-    readers = _readers(facts)
+        reason = f"q, k, v and the output stored in 8 bits{_AS_MATMULS if name in savers.matmuls else ''}"
+        found.add(stored(name, change=store_attention, reason=reason, kind="attention"))
+    weights = {name: id(getattr(facts.modules[name], "weight", None)) for name in facts.calls}
+    readers = Counter(weights[call.name] for call in facts.trace.calls)
     for name in inputs:
-        once = readers[id(getattr(facts.modules[name], "weight", None))] == 1
-        found.add(StoredInput(name, reason="input stored in 8 bits", kind="linear", once=once))
-    norms = [site for site in norm_sites(facts, config) if isinstance(site, NormSite)]
-    for site in (*(norm for norm in norms if norm.function is None), *gated):
+        once = readers[weights[name]] == 1
+        change = partial(store_input, once=once)
+        found.add(stored(name, change=change, reason="input stored in 8 bits", kind="linear"))
+    for site in norms:
         if _is_read_by(site.consumers, inputs):
-            found.add(StoredNorm(site.name))
+            found.add(Change(site.name, "eight_bit", _store_output))
     if found.patches:
         found.notes.append(_note(len(attention), len(inputs)))
     if left:
@@ -105,10 +78,11 @@ def find(facts: Facts, config: PatchConfig) -> Found:
     return found
 
 
-def _gated_norms(facts: Facts, config: PatchConfig) -> tuple[list[PatchSite], set[int]]:
-    """Of gated norms whose output a Linear saves those that save it as well; and keys of the storages of
-    those that save z, of which the Linear computes it again."""
-    whole: list[PatchSite] = []
+def _norms(facts: Facts, config: PatchConfig) -> tuple[list[PatchSite], set[int]]:
+    """Norms, those with a gate among them that save their output as a Linear does; and keys of the storages
+    of outputs of such as save z, of which the Linear computes it again."""
+    norms = [site for site in norm_sites(facts, config) if isinstance(site, NormSite)]
+    whole: list[PatchSite] = [norm for norm in norms if norm.function is None]
     in_groups: set[int] = set()
     for patch in gated_norms.find(facts, config).patches:
         outputs = facts.outputs(patch.site)
@@ -118,14 +92,6 @@ def _gated_norms(facts: Facts, config: PatchConfig) -> tuple[list[PatchSite], se
         elif patch.spec.gate_first:
             in_groups.update(map(storage_key, outputs))
     return whole, in_groups
-
-
-def _readers(facts: Facts) -> Counter[int]:
-    """How often a forward calls modules with a weight, by the weight's id."""
-    calls: Counter[int] = Counter()
-    for name, module in facts.modules.items():
-        calls[id(getattr(module, "weight", None))] += len(facts.calls.get(name, ()))
-    return calls
 
 
 def _note(attention: int, linears: int) -> str:
@@ -139,14 +105,14 @@ class _Savers:
 
     Attributes:
         attention: tensors that fused attention saves, by the module that runs it.
-        given: q, k and v of its calls.
+        given: q and k of its calls, and v.
         matmuls: names of modules whose attention has no fused kernel here: with dropout on a CPU.
     """
 
     def __init__(self, facts: Facts) -> None:
-        self.facts, self.savers = facts, facts.savers
+        self.facts = facts
         self.attention: dict[str, list[Tensor]] = {}
-        self.given: dict[str, list[list[Tensor]]] = {}
+        self.given: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
         self.matmuls: set[str] = set()
         for op in facts.trace.ops:
             fused = op.name == "scaled_dot_product_attention" and not op.opaque
@@ -155,24 +121,19 @@ class _Savers:
                 continue
             if not op.outputs[0].requires_grad or op.module in facts.foreign_kernels:
                 continue
-            given = [*attention_call(op.name, op.args, op.kwargs)[:3]]
-            self.attention.setdefault(op.module, []).extend((*given, *op.outputs))
-            self.given.setdefault(op.module, []).append(given)
+            q, k, v = attention_call(op.name, op.args, op.kwargs)[:3]
+            self.attention.setdefault(op.module, []).extend((q, k, v, *op.outputs))
+            queries_and_keys, values = self.given.setdefault(op.module, ([], []))
+            queries_and_keys += q, k
+            values.append(v)
             if op.outputs[0].device.type == "cpu" and not _is_fused(op.outputs[0]):
                 self.matmuls.add(op.module)
-
-    def reason(self, name: str) -> str:
-        """What a report says of a module whose attention stores in 8 bits."""
-        more = "; attention runs as matmuls here, whose other tensors stay in full"
-        return f"q, k, v and the output stored in 8 bits{more if name in self.matmuls else ''}"
 
     def leave_common_parts(self) -> list[tuple[str, str]]:
         """Drop the modules whose queries, keys or values have too much in common; their names, and why."""
         left = []
-        for name, calls in self.given.items():
-            keys = [tensor for call in calls for tensor in call[:2]]
-            values = [tensor for call in calls for tensor in call[2:]]
-            reason = common_part(self.facts, keys, values)
+        for name, given in self.given.items():
+            reason = common_part(self.facts, *given)
             if reason is not None:
                 del self.attention[name]
                 left.append((name, reason))
@@ -184,21 +145,14 @@ class _Savers:
         self.attention = kept
         return list(kept)
 
-    def allow(self, tensors: Iterable[Tensor]) -> bool:
+    def allow(self, tensors: Sequence[Tensor]) -> bool:
         """Whether each is saved by Linears that train and by attention, and by nobody else."""
-        return all(self._is_stored(tensor) for tensor in tensors)
-
-    def _is_stored(self, tensor: Tensor) -> bool:
-        if tensor.dtype not in EIGHT_BIT_DTYPES:
-            return False
-        for saver in self.savers.get(storage_key(tensor), ()):
-            role = role_of(saver.function)
-            fused = role.has(Role.FUSED_ATTENTION)
-            if fused and saver.module in self.attention:
-                continue
-            if not saver.weighted or not role.has(Role.LINEAR):
-                return False
-        return True
+        return all(tensor.dtype in EIGHT_BIT_DTYPES for tensor in tensors) and all(
+            saver.module in self.attention
+            if role_of(saver.function).has(Role.FUSED_ATTENTION)
+            else saver.weighted and role_of(saver.function).has(Role.LINEAR)
+            for saver in self.facts.savers_of(*tensors)
+        )
 
 
 def _is_fused(output: Tensor) -> bool:
@@ -209,8 +163,7 @@ def _is_fused(output: Tensor) -> bool:
 
 def _trained(facts: Facts, config: PatchConfig) -> Iterator[tuple[str, list[Tensor]]]:
     """Linears and LoRA layers that train, but the head, with what their calls read."""
-    adapted = adapter_layers(facts, config)
-    inside = tuple(f"{name}." for name in adapted)
+    adapted, inside = adapter_layers(facts, config), inside_adapters(facts, config)
     heads = head_names(facts, config)
     for name in facts.order:
         module = facts.modules[name]
@@ -237,13 +190,12 @@ def _is_trained_linear(facts: Facts, name: str, module: nn.Module) -> bool:
     return True
 
 
-def _is_read_by(consumers: Iterable[Consumer], linears: Iterable[str]) -> bool:
+def _is_read_by(consumers: list[Consumer], linears: Collection[str]) -> bool:
     """Whether a Linear whose input is stored is among those that read a norm's output."""
-    names = set(linears)
-    layers = tuple(f"{name}." for name in names)
+    layers = tuple(f"{name}." for name in linears)
     return any(
-        consumer.linear is not None
-        and (consumer.linear.module in names or consumer.text.startswith(layers))
-        and (weight_trains(consumer) or consumer.text.startswith(layers))
+        consumer.text.startswith(layers)
+        or (consumer.linear.module in linears and weight_trains(consumer))
         for consumer in consumers
+        if consumer.linear is not None
     )

@@ -47,7 +47,6 @@ class Folded:
 class FoldedNorm(SharedNorm):
     """A norm whose affine is in its Linears."""
 
-    strategy = "fold"
     folded = True
 
     step: FoldStep
@@ -93,7 +92,8 @@ def find(facts: Facts, config: PatchConfig) -> Found:
             reason = "nothing left to fold: the affine is an identity"
         else:
             reason = "affine folded into its Linears: its weight and bias train no longer"
-        found.add(FoldedNorm(**vars(shared_norm(facts, config, site, reason)), step=step))
+        shared = vars(shared_norm(facts, config, site, reason))
+        found.add(FoldedNorm(**{**shared, "strategy": "fold"}, step=step))
     return found
 
 
@@ -182,16 +182,15 @@ def refuse_lost_linears(model: nn.Module, folded: list[Folded]) -> None:
     names = dict(model.named_parameters(remove_duplicate=False))
     for one in folded:
         for linear, module in zip(one.step.linears, one.linears, strict=True):
-            if linear.weight in names and model.get_submodule(linear.module) is not module:
-                raise PatchError(
-                    f"{one.step.norm} was folded into {linear.module}, in whose place another module stands "
-                    "now: put that one back first"
-                )
-            if linear.weight not in names:
-                raise PatchError(
-                    f"{one.step.norm} was folded into {linear.module}, which is no longer in the model: "
-                    "put it back first"
-                )
+            here = linear.weight in names
+            if here and model.get_submodule(linear.module) is module:
+                continue
+            lost = (
+                ", in whose place another module stands now: put that one back first"
+                if here
+                else ", which is no longer in the model: put it back first"
+            )
+            raise PatchError(f"{one.step.norm} was folded into {linear.module}{lost}")
 
 
 def unfold(model: nn.Module, folded: list[Folded], *, arithmetic: bool) -> None:

@@ -11,10 +11,12 @@ from lowmem_patch.functional import is_sharded
 from lowmem_patch.nn.own import is_own
 from lowmem_patch.strategies.fold_weights import FoldStep
 from lowmem_patch.strategies.norm_sites import NormSite
-from lowmem_patch.strategies.protocol import ORIGINAL, Facts
+from lowmem_patch.strategies.protocol import Facts
+from lowmem_patch.strategies.swap import ORIGINAL
 from lowmem_patch.tracing.consumers import Consumer, LinearRef, parameter_uses
 from lowmem_patch.tracing.dataflow import forward
 from lowmem_patch.tracing.op_roles import Role
+from lowmem_patch.tracing.probes import looks_like_norm
 from lowmem_patch.tracing.saved_bytes import storage_key
 
 # behind these a Linear's output is no longer the model's output
@@ -73,7 +75,8 @@ class FoldRules:
 
     def __init__(self, facts: Facts) -> None:
         self.model, self.modules, self.trace = facts.model, facts.modules, facts.trace
-        self.last_norm = facts.last_norm
+        norms = (name for name in reversed(facts.order) if looks_like_norm(facts.modules[name]))
+        self.last_norm = next(norms, "")
         self.uses = parameter_uses(facts.trace)
         self.tied = _tied_parameters(facts.model)
         self.foreign = _foreign_parameters(facts.model)
@@ -81,21 +84,19 @@ class FoldRules:
     def fold(self, site: NormSite) -> tuple[FoldStep | None, str]:
         """The step that folds this norm, or why there is none."""
         name, gamma, beta = site.name, site.gamma, site.beta
-        obstacles = (
-            self._of_consumers,
-            self._of_callers,
-            self._of_linears,
-            self._of_own_parameters,
+        read_by = (consumer.linear for consumer in site.consumers)
+        linears = tuple(dict.fromkeys(linear for linear in read_by if linear is not None))
+        why_not = (
+            self._of_consumers(site)
+            or self._of_callers(site, linears)
+            or self._of_linears(site)
+            or self._of_own_parameters(site)
         )
-        for obstacle in obstacles:
-            why_not = obstacle(site)
-            if why_not is not None:
-                return None, why_not
-        linears = (consumer.linear for consumer in site.consumers)
-        unique = tuple(dict.fromkeys(linear for linear in linears if linear is not None))
+        if why_not is not None:
+            return None, why_not
         weight = f"{name}.weight" if gamma is not None else None
         bias = f"{name}.bias" if beta is not None else None
-        return FoldStep(name, weight, bias, site.spec.settings.weight_offset, unique), ""
+        return FoldStep(name, weight, bias, site.spec.settings.weight_offset, linears), ""
 
     def _of_consumers(self, site: NormSite) -> str | None:
         """Whether anything but Linears reads the output in the traced forward."""
@@ -110,7 +111,7 @@ class FoldRules:
                 return f"a reshape before {consumer.text} makes other rows of its channels"
         return None
 
-    def _of_callers(self, site: NormSite) -> str | None:
+    def _of_callers(self, site: NormSite, linears: tuple[LinearRef, ...]) -> str | None:
         """Whether other code than the traced forward takes the output, or writes on its Linears."""
         # of a block of many nobody takes an inner norm's output, be it the last one that runs
         in_block = any(part.isdigit() for part in site.name.split(".")[:-1])
@@ -119,11 +120,12 @@ class FoldRules:
         caller = self.modules[site.name.rpartition(".")[0]]
         if hasattr(caller, "forward_features"):  # timm's, and what is built on it, return it
             return f"{type(caller).__name__} gives its output to callers of forward_features"
-        if any(self._adapted(consumer) for consumer in site.consumers):
+        if any(self._adapted(linear.module) for linear in linears):
             return "an adapter reads it, and must stay valid for the unfolded model"
-        if self._hooked(site):
-            return "a forward hook reads it"
-        return None
+        hooks = [*self.model.get_submodule(site.name)._forward_hooks.values()]
+        for linear in linears:
+            hooks += self.model.get_submodule(linear.module)._forward_pre_hooks.values()
+        return None if all(map(is_own, hooks)) else "a forward hook reads it"
 
     def _of_linears(self, site: NormSite) -> str | None:
         """Whether a Linear cannot take gamma or beta."""
@@ -196,26 +198,15 @@ class FoldRules:
                 return f"its {slot} trains, and {into} into which it would fold does not"
         return None
 
-    def _hooked(self, site: NormSite) -> bool:
-        """Whether somebody's hook sees the norm's output, which folding changes."""
-        hooks = [*self.model.get_submodule(site.name)._forward_hooks.values()]
-        for consumer in site.consumers:
-            if consumer.linear is not None:
-                module = self.model.get_submodule(consumer.linear.module)
-                hooks += module._forward_pre_hooks.values()
-        return any(not is_own(hook) for hook in hooks)
-
     def _is_head(self, consumer: Consumer) -> bool:
         """Whether the Linear's output reaches the model's output past no other Linear or norm."""
         assert consumer.op is not None
         reached = forward(self.trace, consumer.op.outputs, lambda op, _: not op.role.has(_ENDS))
         return any(id(path.end) in self.trace.outputs for path in reached)
 
-    def _adapted(self, consumer: Consumer) -> bool:
-        """Whether the reading Linear belongs to an adapter layer (PEFT names the original ``base_layer``)."""
-        if consumer.linear is None:
-            return False
-        parts = consumer.linear.module.split(".")
+    def _adapted(self, name: str) -> bool:
+        """Whether a Linear belongs to an adapter layer (PEFT names the original ``base_layer``)."""
+        parts = name.split(".")
         ancestors = (".".join(parts[:i]) for i in range(len(parts), 0, -1))
         return any(hasattr(self.modules.get(path), "base_layer") for path in ancestors)
 

@@ -16,16 +16,12 @@ from lowmem_patch.nn.deferred_ops import Activation
 from lowmem_patch.nn.gated_norms import GatedMSRMSNorm
 from lowmem_patch.nn.norms import OutputUse
 from lowmem_patch.strategies.activations import next_to_nothing
-from lowmem_patch.strategies.norm_sites import NormSite, eps_name, read_as_it_lies
-from lowmem_patch.strategies.protocol import Facts, Found, PatchSite, Skip
+from lowmem_patch.strategies.norm_sites import NormSite, PatchSite, eps_name, read_as_it_lies
+from lowmem_patch.strategies.protocol import Facts, Found, Skip
+from lowmem_patch.strategies.recompute import save_sources
 from lowmem_patch.strategies.share import shared_norm
 from lowmem_patch.strategies.swap import Swap
-from lowmem_patch.tracing.consumers import (
-    find_consumers,
-    read_compiled,
-    weight_read_with,
-    weight_trains,
-)
+from lowmem_patch.tracing.consumers import find_consumers, read_compiled
 from lowmem_patch.tracing.gated_norms import GatedNormSpec
 from lowmem_patch.tracing.op_roles import NEEDS_TENSOR
 
@@ -39,8 +35,6 @@ class SharedGatedNorm(Swap):
     Attributes:
         at_once: Linears alone read the product, one of which trains.
     """
-
-    strategy = "share"
 
     spec: GatedNormSpec
     use: OutputUse
@@ -89,9 +83,8 @@ def _patch_or_skip(
         # the product saves the norm's output
         use = OutputUse(output=spec.norm.output, output_saved=True)
         reason = "the gate and the norm's output kept, their product recomputed"
-    known = all(weight_read_with(reader) is not None for reader in readers)
     return SharedGatedNorm(
-        site.name, spec, use, known and any(map(weight_trains, readers)),
+        site.name, "share", spec, use, save_sources(readers),
         reason=reason, kind=site.kind, consumers=site.texts,
     )  # fmt: skip
 

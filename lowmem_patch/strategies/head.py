@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 from torch import Tensor, nn
@@ -10,8 +9,8 @@ from torch import Tensor, nn
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.head import defer_logits
 from lowmem_patch.nn.own import has_foreign_forward
-from lowmem_patch.strategies.lora import adapter_layers
-from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
+from lowmem_patch.strategies.lora import adapter_layers, inside_adapters
+from lowmem_patch.strategies.protocol import Change, Facts, Found, once
 from lowmem_patch.tracing.op_roles import OF_LOGITS, Role
 
 # What is wider than that against its input is a vocabulary: logits are larger than all that one layer saves.
@@ -19,54 +18,39 @@ _WIDER = 2
 _READS_CHUNKS = Role.CROSS_ENTROPY | Role.LOG_SUM_EXP | Role.GATHER | Role.ARGMAX
 
 
-@dataclasses.dataclass(frozen=True)
-class DeferredLogits(Patch):
-    """A head whose logits wait; ``low_precision`` of a LoRA layer as of `lowmem_patch.strategies.lora`."""
-
-    strategy = "head"
-
-    low_precision: bool | None
-
-    def apply(self, target: Target) -> None:
-        defer_logits(target.model.get_submodule(self.site), self.low_precision)
-
-
 def find(facts: Facts, config: PatchConfig) -> Found:
     """Every Linear, or LoRA layer of one, whose output is the model's logits."""
     found = Found()
     if config.head == "keep":
         return found
-    adapted = adapter_layers(facts, config)
     for name in head_names(facts, config):
-        low_precision = config.linear_inputs == "activation_dtype" if name in adapted else None
-        found.add(DeferredLogits(name, low_precision=low_precision))
+        adapted = name in adapter_layers(facts, config)
+        low_precision = config.linear_inputs == "activation_dtype" if adapted else None
+        found.add(Change(name, "head", defer_logits, (low_precision,)))
         classes = facts.outputs(name)[0].shape[-1]
         found.notes.append(
             f"{name}: its {classes:,} logits per row are computed only when read; a cross entropy computes "
             "them in chunks of rows"
         )
-    found.notes += _others(facts, adapted)
+    found.notes += _others(facts, config)
     return found
 
 
+@once
 def head_names(facts: Facts, config: PatchConfig) -> tuple[str, ...]:
     """Names of the heads whose logits wait."""
     if config.head == "keep":
         return ()
-    adapted = adapter_layers(facts, config)
-
-    def find() -> tuple[str, ...]:
-        wide = (name for name in facts.order if _is_wide(facts, name, adapted))
-        return tuple(name for name in wide if _readers(facts, name) == [])
-
-    return facts.once(head_names, find)
+    wide = (name for name in facts.order if _is_wide(facts, config, name))
+    return tuple(name for name in wide if _readers(facts, name) == [])
 
 
-def _is_wide(facts: Facts, name: str, adapted: tuple[str, ...]) -> bool:
+def _is_wide(facts: Facts, config: PatchConfig, name: str) -> bool:
     """Whether a Linear, or a LoRA layer of one, has the width of a vocabulary."""
     module = facts.modules[name]
-    inside = name.startswith(tuple(f"{layer}." for layer in adapted))
-    if (type(module) is not nn.Linear or inside) and name not in adapted:
+    inside = name.startswith(inside_adapters(facts, config))
+    known = type(module) is nn.Linear and not inside
+    if not known and name not in adapter_layers(facts, config):
         return False
     if has_foreign_forward(module) or name in facts.foreign_kernels:
         return False
@@ -96,10 +80,10 @@ def _readers(facts: Facts, name: str) -> list[str] | None:
     return readers if reached else None
 
 
-def _others(facts: Facts, adapted: tuple[str, ...]) -> Iterator[str]:
+def _others(facts: Facts, config: PatchConfig) -> Iterator[str]:
     """Heads whose logits are computed whole, with the reason."""
     for name in facts.order:
-        if _is_wide(facts, name, adapted):
+        if _is_wide(facts, config, name):
             if readers := _readers(facts, name):
                 yield f"{name}: logits are computed whole, since {readers[0]} reads them"
             continue

@@ -2,41 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.adapters import adapts_parameter, adds_products, use_adapter
 from lowmem_patch.nn.low_rank import is_four_bit
 from lowmem_patch.nn.own import has_foreign_forward
-from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
-from lowmem_patch.tracing.dataflow import backward, makers, moved_from
+from lowmem_patch.strategies.protocol import Change, Facts, Found, once
+from lowmem_patch.tracing.dataflow import backward, moved_from
 from lowmem_patch.tracing.probes import NormSpec, looks_like_norm
 from lowmem_patch.tracing.saved_bytes import storage_key
-from lowmem_patch.tracing.trace import Call
-
-
-@dataclasses.dataclass(frozen=True)
-class LoraLayer(Patch):
-    """A LoRA layer that gets a forward of ours.
-
-    Attributes:
-        low_precision, alone, shared: as of `lowmem_patch.nn.adapters.use_adapter`.
-    """
-
-    strategy = "lora"
-
-    low_precision: bool
-    alone: bool
-    shared: bool
-
-    def apply(self, target: Target) -> None:
-        layer = target.model.get_submodule(self.site)
-        use_adapter(layer, self.low_precision, self.alone, self.shared)
 
 
 def find(facts: Facts, config: PatchConfig) -> Found:
@@ -45,56 +24,58 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         return Found()
     low_precision = config.linear_inputs == "activation_dtype"
     layers = adapter_layers(facts, config)
-    alone, shared = _read_alone(facts, layers), _share_input(facts, layers)
-    patches = [LoraLayer(name, low_precision, name in alone, name in shared) for name in layers]
+    alone, shared = _by_readers(facts, layers)
+    patches = [
+        Change(name, "lora", use_adapter, (low_precision, name in alone, name in shared))
+        for name in layers
+    ]
     return Found(patches, notes=_notes(facts, layers, low_precision))
 
 
-def _read_alone(facts: Facts, layers: tuple[str, ...]) -> set[str]:
-    """The layers whose input no one but such layers saves: no norm has made it, none reads a part of it."""
-    calls = [call for name in layers for call in facts.calls.get(name, ()) if call.inputs]
-    readers: dict[int, set[int]] = {}
-    for call in calls:
-        readers.setdefault(storage_key(call.inputs[0]), set()).add(id(call.inputs[0]))
-    inside = tuple(f"{name}." for name in layers)
-    made_by, normed = makers(facts.trace), saved_by_norms(facts)
-
-    def is_shared(call: Call) -> bool:
-        key = storage_key(call.inputs[0])
-        if len(readers[key]) > 1 or any(
-            not one.module.startswith(inside) for one in facts.savers.get(key, ())
-        ):
-            return True
-        forms = backward(made_by, call.inputs[0], moved_from)
-        return not normed.isdisjoint(map(storage_key, forms))
-
-    return {call.name for call in calls} - {call.name for call in calls if is_shared(call)}
-
-
-def _share_input(facts: Facts, layers: tuple[str, ...]) -> set[str]:
-    """The layers whose input another of them reads, too."""
+def _by_readers(facts: Facts, layers: tuple[str, ...]) -> tuple[set[str], set[str]]:
+    """The layers whose input no one but such layers saves: no norm has made it, none reads a part of it; and
+    those whose input another of them reads, too."""
     calls = [call for name in layers for call in facts.calls.get(name, ()) if call.inputs]
     readers = Counter(id(call.inputs[0]) for call in calls)
-    return {call.name for call in calls if readers[id(call.inputs[0])] > 1}
+    parts: dict[int, set[int]] = {}
+    for call in calls:
+        parts.setdefault(storage_key(call.inputs[0]), set()).add(id(call.inputs[0]))
+    inside = tuple(f"{name}." for name in layers)
+    normed = saved_by_norms(facts)
+
+    def is_saved(x: Tensor) -> bool:
+        savers = facts.savers_of(x)
+        if len(parts[storage_key(x)]) > 1 or not all(s.module.startswith(inside) for s in savers):
+            return True
+        forms = backward(facts.makers, x, moved_from)
+        return not normed.isdisjoint(map(storage_key, forms))
+
+    others = {call.name for call in calls if is_saved(call.inputs[0])}
+    shared = {call.name for call in calls if readers[id(call.inputs[0])] > 1}
+    return {call.name for call in calls} - others, shared
 
 
+@once
 def saved_by_norms(facts: Facts) -> set[int]:
     """Storages of norms' outputs that have a gradient, which patched norms save."""
-    return facts.once(saved_by_norms, lambda: _saved_by_norms(facts))
-
-
-def _saved_by_norms(facts: Facts) -> set[int]:
     norms = [name for name in facts.calls if looks_like_norm(facts.modules[name])]
     norms += [name for name, one in facts.functions.items() if isinstance(one.kind, NormSpec)]
     outputs = (tensor for name in norms for tensor in facts.outputs(name))
     return {storage_key(tensor) for tensor in outputs if tensor.requires_grad}
 
 
+@once
 def adapter_layers(facts: Facts, config: PatchConfig) -> tuple[str, ...]:
     """Names of the adapter layers that save one copy of their input, and see to it themselves."""
     if config.linear_inputs == "keep":
         return ()
-    return facts.once(adapter_layers, lambda: tuple(trained_lora_layers(facts.modules)))
+    return tuple(trained_lora_layers(facts.modules))
+
+
+@once
+def inside_adapters(facts: Facts, config: PatchConfig) -> tuple[str, ...]:
+    """How the names of modules in these layers begin."""
+    return tuple(f"{name}." for name in adapter_layers(facts, config))
 
 
 def trained_lora_layers(modules: Mapping[str, nn.Module]) -> Iterator[str]:

@@ -10,13 +10,29 @@ from torch import Tensor, nn
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.constants import STOCK_NAMES, NormSettings
 from lowmem_patch.nn.norms import MSNorm
-from lowmem_patch.strategies.protocol import Facts, PatchSite, Skip, forward_obstacle
-from lowmem_patch.tracing.base_model import is_leaf
+from lowmem_patch.strategies.protocol import Facts, Skip, forward_obstacle, once
 from lowmem_patch.tracing.call_arguments import CalledFunction
 from lowmem_patch.tracing.consumers import Consumer, find_consumers, read_compiled
 from lowmem_patch.tracing.probes import NormSpec, looks_like_norm
 
 _TAKEN = frozenset(dir(MSNorm(None, None, NormSettings(0.0))))
+
+
+@dataclasses.dataclass(frozen=True)
+class PatchSite:
+    """A norm or an activation that some strategy may patch; ``consumers`` read its output."""
+
+    name: str
+    kind: str
+    consumers: list[Consumer]
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Who reads the output, as a report names them."""
+        return tuple(dict.fromkeys(consumer.text for consumer in self.consumers))
+
+    def skip(self, reason: str) -> Skip:
+        return Skip(self.name, self.kind, reason, self.texts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,53 +57,48 @@ def norm_sites(facts: Facts, config: PatchConfig) -> Iterator[NormSite | Skip]:
         if facts.activation(name) is not None:
             continue
         spec = facts.norm(name)
-        if spec is not None:
-            if isinstance(spec, NormSpec):
-                site = _site(facts, name, spec)
-                obstacle = _obstacle(facts, site, config)
-                yield site if obstacle is None else site.skip(obstacle)
-            elif looks_like_norm(module):
-                yield Skip(name, "other", spec)
-        elif looks_like_norm(module) and facts.gated_norm(name) is None:
-            yield Skip(name, "other", "takes or returns more than one tensor")
-    yield from _called_norms(facts, config)
-
-
-def norms_by_output(facts: Facts, config: PatchConfig) -> dict[int, NormSite]:
-    """The norms that may be patched, by the ids of the tensors that they return."""
-
-    def find() -> dict[int, NormSite]:
-        sites = [site for site in norm_sites(facts, config) if isinstance(site, NormSite)]
-        return {id(output): site for site in sites for output in site.outputs}
-
-    return facts.once(norms_by_output, find)
-
-
-def _called_norms(facts: Facts, config: PatchConfig) -> Iterator[NormSite | Skip]:
+        if isinstance(spec, NormSpec):
+            yield _site(facts, config, name, spec)
+        elif looks_like_norm(module) and (spec is not None or facts.gated_norm(name) is None):
+            yield Skip(name, "other", spec or "takes or returns more than one tensor")
     for name, called in facts.functions.items():
         if isinstance(called.kind, NormSpec):
-            site = _site(facts, name, called.kind, called.function)
-            obstacle = forward_obstacle(facts, called.module) or _obstacle(facts, site, config)
-            yield site if obstacle is None else site.skip(obstacle)
+            yield _site(facts, config, name, called.kind, called.function)
+
+
+@once
+def norms_by_output(facts: Facts, config: PatchConfig) -> dict[int, NormSite]:
+    """The norms that may be patched, by the ids of the tensors that they return."""
+    sites = [site for site in norm_sites(facts, config) if isinstance(site, NormSite)]
+    return {id(output): site for site in sites for output in site.outputs}
 
 
 def _site(
-    facts: Facts, name: str, spec: NormSpec, function: CalledFunction | None = None
-) -> NormSite:
+    facts: Facts,
+    config: PatchConfig,
+    name: str,
+    spec: NormSpec,
+    function: CalledFunction | None = None,
+) -> NormSite | Skip:
     outputs, gamma, beta = facts.outputs(name), None, None
     if function is None:
         module = facts.model.get_submodule(name)
         vectors = (getattr(module, spec.names[0], None), getattr(module, spec.names[1], None))
         gamma, beta = facts.originals.get(name, vectors)
     consumers = find_consumers(facts.trace, outputs)
-    return NormSite(name, spec.kind, consumers, spec, outputs, gamma, beta, function)
+    site = NormSite(name, spec.kind, consumers, spec, outputs, gamma, beta, function)
+    obstacle = _obstacle(facts, site, config)
+    return site if obstacle is None else site.skip(obstacle)
 
 
 def _obstacle(facts: Facts, site: NormSite, config: PatchConfig) -> str | None:
+    if site.function is not None:
+        obstacle = forward_obstacle(facts, facts.functions[site.name].module)
+        if obstacle is not None:
+            return obstacle
     if config.norms == "keep":
         return "norms: keep"
-    gamma, beta = site.spec.names
-    for name, own in ((gamma, STOCK_NAMES[0]), (beta, STOCK_NAMES[1])):
+    for name, own in zip(site.spec.names, STOCK_NAMES, strict=True):
         if name != own and name in _TAKEN:
             return f"the name of its parameter {name} has another meaning in the module that would replace it"
     writers = (consumer.text for consumer in site.consumers if consumer.use == "write")
@@ -114,16 +125,10 @@ def read_as_it_lies(consumers: list[Consumer]) -> bool:
 
 def is_norm(facts: Facts, name: str) -> bool:
     """Whether a module is a norm, with a gate perhaps."""
-    return looks_like_norm(facts.modules[name]) or _is_known(facts, name)
+    return looks_like_norm(facts.modules[name]) or facts.is_known_norm(name)
 
 
 def makes_chains(facts: Facts, config: PatchConfig, name: str) -> bool:
     """Whether the functions of a module may make chains: not those of a norm that is known, or kept."""
     kept = config.norms == "keep" and looks_like_norm(facts.modules[name])
-    return not (kept or _is_known(facts, name))
-
-
-def _is_known(facts: Facts, name: str) -> bool:
-    if not is_leaf(facts.modules[name]):
-        return False
-    return isinstance(facts.norm(name), NormSpec) or facts.gated_norm(name) is not None
+    return not (kept or facts.is_known_norm(name))

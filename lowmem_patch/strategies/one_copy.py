@@ -3,8 +3,8 @@ low precision."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,51 +19,16 @@ from lowmem_patch.nn.own import (
 )
 from lowmem_patch.nn.shared_casts import share_casts
 from lowmem_patch.strategies.lora import adapter_layers, saved_by_norms, trains
-from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
+from lowmem_patch.strategies.protocol import Change, Facts, Found, hook_behind
 from lowmem_patch.strategies.scales import scaled_outputs
 from lowmem_patch.tracing.base_model import base_model
 from lowmem_patch.tracing.consumers import find_consumers
-from lowmem_patch.tracing.dataflow import backward, makers, moved_from
+from lowmem_patch.tracing.dataflow import backward, moved_from
 from lowmem_patch.tracing.op_roles import Role
 from lowmem_patch.tracing.saved_bytes import storage_key
 
-
-class FrozenLinear(Patch):
-    """A frozen float32 Linear that under autocast saves its weight, and no copy of it."""
-
-    strategy = "one_copy"
-    for_autocast = True
-
-    def apply(self, target: Target) -> None:
-        target.model.get_submodule(self.site).register_forward_pre_hook(Own(keep_weight))
-
-
 # how somebody gets at a tensor's memory, and may write between two casts without a trace
 _UNSEEN = Role.UNTRACKED | Role.DETACH | Role.MEMORY | Role.ADDRESS
-
-
-@dataclasses.dataclass(frozen=True)
-class SharedCasts(Patch):
-    """A module around Linears that read one float32 tensor, of which they save one cast under autocast."""
-
-    strategy = "one_copy"
-    for_autocast = True
-
-    linears: tuple[str, ...]
-
-    def apply(self, target: Target) -> None:
-        get = target.model.get_submodule
-        share_casts(get(self.site), [get(name) for name in self.linears])
-
-
-class WideSoftmax(Patch):
-    """A softmax of whose output the matmul behind it saves no copy under autocast."""
-
-    strategy = "one_copy"
-    for_autocast = True
-
-    def apply(self, target: Target) -> None:
-        target.model.get_submodule(self.site).register_forward_hook(Own(keep_matrix))
 
 
 def find(facts: Facts, config: PatchConfig) -> Found:
@@ -71,17 +36,26 @@ def find(facts: Facts, config: PatchConfig) -> Found:
     softmaxes that matmuls alone read."""
     if config.linear_inputs == "keep":
         return Found()
-    siblings = [SharedCasts(name, linears=tuple(own)) for name, own in _siblings(facts, config)]
-    number = sum(len(patch.linears) for patch in siblings)
+
+    def patch(name: str, change: Callable[..., Any], *settings: Any) -> Change:
+        return Change(name, "one_copy", change, settings, for_autocast=True)
+
+    before = nn.Module.register_forward_pre_hook
+    siblings = list(_siblings(facts, config))
+    number = sum(len(own) for _, own in siblings)
     text = f"where autocast is on, {number} Linears that read one tensor save one cast of it"
     return Found(
         [
-            *(FrozenLinear(name) for name in _frozen_linears(facts, config)),
-            *siblings,
-            *(WideSoftmax(name) for name in _softmaxes(facts)),
+            *(patch(name, before, Own(keep_weight)) for name in _frozen_linears(facts, config)),
+            *(patch(name, _share_casts, own) for name, own in siblings),
+            *(patch(name, hook_behind, keep_matrix) for name in _softmaxes(facts)),
         ],
         notes=[text] if number else [],
     )
+
+
+def _share_casts(module: nn.Module, linears: list[str]) -> None:
+    share_casts(module, [module.get_submodule(name) for name in linears])
 
 
 def _frozen_linears(facts: Facts, config: PatchConfig) -> Iterator[str]:
@@ -98,7 +72,7 @@ def _frozen_linears(facts: Facts, config: PatchConfig) -> Iterator[str]:
 
 def _siblings(facts: Facts, config: PatchConfig) -> Iterator[tuple[str, list[str]]]:
     """Modules within which several Linears that train, or LoRA layers, which see to it themselves, read one
-    float32 tensor; and the Linears."""
+    float32 tensor; and the Linears, by their names in there."""
     if config.storage != "exact":
         return  # what they read is stored in 8 bits, once
     layers = adapter_layers(facts, config)
@@ -115,7 +89,7 @@ def _siblings(facts: Facts, config: PatchConfig) -> Iterator[tuple[str, list[str
         if caller:
             around.setdefault(caller, set()).update(names & linears)
     for caller, own in around.items():
-        yield caller, [name for name in facts.modules if name in own]
+        yield caller, [n.removeprefix(f"{caller}.") for n in facts.modules if n in own]
 
 
 def _caller(facts: Facts, names: set[str]) -> str:
@@ -142,13 +116,15 @@ def _trained_linears(facts: Facts) -> Iterator[str]:
 def _plain_inputs(facts: Facts, name: str) -> Iterator[Tensor]:
     """The float32 tensors that a module reads, but those of which a patched norm gives it a copy. A parameter
     is cast each time."""
-    made_by, normed = facts.once("makers", lambda: makers(facts.trace)), saved_by_norms(facts)
+    normed = saved_by_norms(facts)
     for call in facts.calls.get(name, ()):
         x = call.inputs[0] if call.inputs else None
         if x is None or x.dtype != torch.float32 or id(x) in facts.trace.parameters:
             continue
         unseen = any(op.role.has(_UNSEEN) for op in facts.trace.consumers.get(id(x), ()))
-        if not unseen and normed.isdisjoint(map(storage_key, backward(made_by, x, moved_from))):
+        if not unseen and normed.isdisjoint(
+            map(storage_key, backward(facts.makers, x, moved_from))
+        ):
             yield x
 
 

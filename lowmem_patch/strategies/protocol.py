@@ -13,34 +13,32 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
-from typing import Any, ClassVar, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from torch import Tensor, nn
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.functional import ActivationKind
-from lowmem_patch.nn.own import has_foreign_forward, is_compiled_function
+from lowmem_patch.nn.own import Own, has_foreign_forward, is_compiled_function
 from lowmem_patch.tracing.base_model import is_leaf
 from lowmem_patch.tracing.categories import Saver
-from lowmem_patch.tracing.consumers import Consumer, Reads, Writes
+from lowmem_patch.tracing.consumers import Reads, Writes
+from lowmem_patch.tracing.dataflow import makers
 from lowmem_patch.tracing.functions import FunctionSite, find_functions
 from lowmem_patch.tracing.gated_norms import GatedNormSpec, match_gated_norm
 from lowmem_patch.tracing.op_roles import OF_ELEMENTS
 from lowmem_patch.tracing.probes import (
     NormSpec,
     looks_like_activation,
-    looks_like_norm,
     match_activation,
     match_norm,
     means_something_else,
 )
 from lowmem_patch.tracing.saved_bytes import SavedStorage, storage_key
 from lowmem_patch.tracing.sharded import came_sharded
-from lowmem_patch.tracing.trace import FOREIGN_KERNEL, Call, Trace
-
-ORIGINAL = "_lowmem_patch_original"  # where a replacement holds the module that it stands for
+from lowmem_patch.tracing.trace import FOREIGN_KERNEL, Call, Op, Trace
 
 # of a module whose forward is told to call another function: each costs a microsecond more
 _MOST_FUNCTIONS = 100
@@ -51,7 +49,23 @@ _MOST_FOR_MUCH = 200
 _MUCH = 0.03
 
 Answer = TypeVar("Answer")
+P = ParamSpec("P")
+Question = Callable[Concatenate["Facts", P], Answer]
 Affines = Mapping[str, tuple[Tensor | None, Tensor | None]]
+
+
+def once(find: Question[P, Answer]) -> Question[P, Answer]:
+    """A function of facts that several ask, and whose answer is found at the first question."""
+
+    @wraps(find)
+    def ask(facts: Facts, /, *args: P.args, **kwargs: P.kwargs) -> Answer:
+        question = (find, *args)
+        if question not in facts.answers:
+            facts.answers[question] = find(facts, *args, **kwargs)
+        answer: Answer = facts.answers[question]
+        return answer
+
+    return ask
 
 
 class Facts:
@@ -85,9 +99,7 @@ class Facts:
         self._norms: dict[object, NormSpec | str] = {}
         self._gated: dict[object, GatedNormSpec | None] = {}
         self._kinds: dict[object, ActivationKind | None] = {}
-        self._activations: dict[str, ActivationKind | None] = {}
-        self._callers: dict[str, str] = {}
-        self._answers: dict[object, Any] = {}
+        self.answers: dict[object, Any] = {}  # of functions that are marked with `once`
 
     @cached_property
     def writes(self) -> Writes:
@@ -98,9 +110,9 @@ class Facts:
         return Reads(self.trace)
 
     @cached_property
-    def savers(self) -> dict[int, tuple[Saver, ...]]:
-        """Who saved a storage, by its key."""
-        return {key: storage.savers for key, storage in self.storages.items()}
+    def makers(self) -> dict[int, Op]:
+        """The op that made a tensor, by the tensor's id."""
+        return makers(self.trace)
 
     @cached_property
     def foreign_kernels(self) -> dict[str, None]:
@@ -124,11 +136,6 @@ class Facts:
         return frozenset(map(storage_key, (*self.shadow.parameters(), *self.shadow.buffers())))
 
     @cached_property
-    def last_norm(self) -> str:
-        names = (name for name in reversed(self.order) if looks_like_norm(self.modules[name]))
-        return next(names, "")
-
-    @cached_property
     def functions(self) -> dict[str, FunctionSite]:
         """The activations that a module's forward calls as functions, by name."""
         return find_functions(self.trace, self.is_site)
@@ -139,6 +146,12 @@ class Facts:
             return False
         if self.activation(name) is not None or looks_like_activation(self.modules[name]):
             return True
+        return self.is_known_norm(name)
+
+    def is_known_norm(self, name: str) -> bool:
+        """Whether a module is a norm of which we know what it computes, with a gate perhaps."""
+        if not is_leaf(self.modules[name]):
+            return False
         return isinstance(self.norm(name), NormSpec) or self.gated_norm(name) is not None
 
     @cached_property
@@ -156,52 +169,40 @@ class Facts:
             return [Call(custom.module, (), (), 1, custom.place, custom.place)]
         return self.calls[name] if name in self.calls else self.functions[name].calls
 
-    def once(self, question: object, answer: Callable[[], Answer]) -> Answer:
-        """The answer to what several strategies ask, found at the first question."""
-        if question not in self._answers:
-            self._answers[question] = answer()
-        found: Answer = self._answers[question]
-        return found
+    def ops_of(self, name: str) -> Iterator[Op]:
+        """The ops that ran in the calls of a module."""
+        for call in self.calls[name]:
+            yield from self.trace.ops[call.first_op : call.last_op]
 
+    @once
     def activation(self, name: str) -> ActivationKind | None:
         """Which activation a module is that has no parameters, and takes and returns one tensor."""
-        if name not in self._activations:
-            module, calls = self.modules[name], self.calls[name]
-            single = all(
-                call.takes_one and len(call.outputs) == 1 and not means_something_else(module, call)
-                for call in calls
-            )
-            plain = single and next(module.parameters(), None) is None
-            self._activations[name] = match_activation(module, self._kinds) if plain else None
-        return self._activations[name]
+        module = self.modules[name]
+        single = all(
+            call.takes_one and len(call.outputs) == 1 and not means_something_else(module, call)
+            for call in self.calls[name]
+        )
+        plain = single and next(module.parameters(), None) is None
+        return match_activation(module, self._kinds) if plain else None
 
+    @once
     def caller(self, name: str) -> str:
         """The module that calls one which holds nothing and calls elementwise functions alone, as activations
         do; of any other, and where no forward of ours can run around the caller, the module itself."""
-        if name not in self._callers:
-            outer = name.rpartition(".")[0]
-            through = outer and self._is_elementwise(name) and self._are_inside(name, outer)
-            plain = through and forward_obstacle(self, outer) is None
-            self._callers[name] = outer if plain else name
-        return self._callers[name]
+        outer = name.rpartition(".")[0]
+        around = self.calls.get(outer, ())
+        through = outer and self._is_elementwise(name)
+        inside = through and all(
+            any(one.first_op <= call.first_op and call.last_op <= one.last_op for one in around)
+            for call in self.calls[name]
+        )
+        return outer if inside and forward_obstacle(self, outer) is None else name
 
     def _is_elementwise(self, name: str) -> bool:
         module = self.modules[name]
         if not is_leaf(module) or module._parameters or module._buffers:
             return False
-        return name in self.calls and all(
-            op.role.has(OF_ELEMENTS)
-            for call in self.calls[name]
-            for op in self.trace.ops[call.first_op : call.last_op]
-        )
-
-    def _are_inside(self, name: str, outer: str) -> bool:
-        """Whether all calls of a module are made while another runs."""
-        around = self.calls.get(outer, ())
-        return all(
-            any(one.first_op <= call.first_op and call.last_op <= one.last_op for one in around)
-            for call in self.calls[name]
-        )
+        return name in self.calls and all(op.role.has(OF_ELEMENTS) for op in self.ops_of(name))
 
     def norm(self, name: str) -> NormSpec | str | None:
         """What a module without children computes, or why it is no norm that we know; None where it cannot
@@ -220,7 +221,7 @@ class Facts:
         return match_gated_norm(self.modules[name], self.calls[name], self._gated)
 
     @property
-    def leaves(self) -> Iterable[str]:
+    def leaves(self) -> Iterator[str]:
         """Names of the modules without children that ran, in the order in which they ended."""
         for name in self.order:
             if name and is_leaf(self.modules[name]):
@@ -237,13 +238,17 @@ class Facts:
             return self.functions[name].saved(self.trace)
         return self.trace.custom[name].saved
 
-    def saved_inside(self, name: str) -> int:
-        """Bytes that autograd holds for a module and those in it."""
-        return sum(
-            storage.bytes
-            for storage in self.trace.saved.storages
-            if any(f"{one.module}.".startswith(f"{name}.") for one in storage.savers)
-        )
+    def savers_of(self, *tensors: Tensor) -> Iterator[Saver]:
+        """Who saved the memory of tensors."""
+        for key in set(map(storage_key, tensors)) & self.storages.keys():
+            yield from self.storages[key].savers
+
+    def is_saved_for(self, op: Op, *tensors: Tensor, alone: bool = False) -> bool:
+        """Whether the memory of one of these was saved for an op, or its like in the same module; or
+        ``alone`` for such ops."""
+        key = op.module, op.name
+        own = [(saver.module, saver.function) == key for saver in self.savers_of(*tensors)]
+        return any(own) and (all(own) or not alone)
 
     def written(self, name: str, tensors: str) -> str | None:
         """Who writes in place into the ``inputs`` or ``outputs`` of a site's calls once they are over."""
@@ -264,13 +269,18 @@ def forward_obstacle(facts: Facts, name: str, gain: int = 0) -> str | None:
         return f"the forward of {name} is overridden on the instance"
     if is_compiled_function(type(facts.modules[name]).forward):
         return f"the forward of {name} is compiled"
-    calls = facts.calls[name]
-    ops = (op for call in calls for op in facts.trace.ops[call.first_op : call.last_op])
-    if any(op.compiled for op in ops):
+    if any(op.compiled for op in facts.ops_of(name)):
         return f"{name} calls a function that torch.compile compiled"
-    longest = max(call.last_op - call.first_op for call in calls)
-    much = gain >= _MUCH * facts.saved_inside(name) if longest > _MOST_FUNCTIONS else False
-    if longest > (_MOST_FOR_MUCH if much else _MOST_FUNCTIONS):
+    longest = max(call.last_op - call.first_op for call in facts.calls[name])
+    most = _MOST_FUNCTIONS
+    if longest > most:
+        inside = sum(
+            storage.bytes
+            for storage in facts.trace.saved.storages
+            if any(f"{one.module}.".startswith(f"{name}.") for one in storage.savers)
+        )
+        most = _MOST_FOR_MUCH if gain >= _MUCH * inside else most
+    if longest > most:
         return f"{name} calls {longest} torch functions, all of which would take longer"
     return None
 
@@ -304,31 +314,50 @@ class Patch:
 
     Attributes:
         site: path of the module, block or head that is changed.
-        reason: why, as a report prints it.
         strategy: the strategy's name.
-        approximate: gradients are not exact.
-        for_autocast: saves something under autocast alone.
+        reason: why, as a report prints it.
         kind: of the site (``layer_norm``, ``gelu``); None where a report has no row for it.
         consumers: who reads the site's output.
+        approximate: gradients are not exact.
+        for_autocast: saves something under autocast alone.
     """
 
     site: str
-    reason: str = dataclasses.field(default="", kw_only=True)
-    kind: str | None = dataclasses.field(default=None, kw_only=True)
-    consumers: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
+    strategy: str
+    _: dataclasses.KW_ONLY
+    reason: str = ""
+    kind: str | None = None
+    consumers: tuple[str, ...] = ()
+    approximate: bool = False
+    for_autocast: bool = False
 
     @property
     def module(self) -> str:
         """Path of the module that is changed, which may hold the site."""
         return self.site
 
-    strategy: ClassVar[str]
-    approximate: ClassVar[bool] = False
-    for_autocast: ClassVar[bool] = False
-
     def apply(self, target: Target) -> None:
         """Carry it out; what it leaves on the model is a replacement, or an `Own`, which undoing finds."""
         raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Change(Patch):
+    """A module that stays, and gets a hook or another forward: ``change(module, *settings)``."""
+
+    change: Callable[..., Any]
+    settings: tuple[Any, ...] = ()
+
+    def apply(self, target: Target) -> None:
+        self.change(target.model.get_submodule(self.site), *self.settings)
+
+
+def hook_before(module: nn.Module, function: Any, *settings: Any) -> None:
+    module.register_forward_pre_hook(Own(function, *settings), with_kwargs=True)
+
+
+def hook_behind(module: nn.Module, function: Any) -> None:
+    module.register_forward_hook(Own(function))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -341,23 +370,6 @@ class Skip:
     consumers: tuple[str, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class PatchSite:
-    """A norm or an activation that some strategy may patch; ``consumers`` read its output."""
-
-    name: str
-    kind: str
-    consumers: list[Consumer]
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """Who reads the output, as a report names them."""
-        return tuple(dict.fromkeys(consumer.text for consumer in self.consumers))
-
-    def skip(self, reason: str) -> Skip:
-        return Skip(self.name, self.kind, reason, self.texts)
-
-
 @dataclasses.dataclass
 class Found:
     """What one strategy found: patches, sites that it decides to leave alone, and sentences of a report."""
@@ -365,6 +377,12 @@ class Found:
     patches: list[Any] = dataclasses.field(default_factory=list)
     skips: list[Skip] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
+
+    def take(self, patches: Sequence[Patch], text: str) -> Found:
+        """Add patches, and a note with their number behind ``text``; none of no patches."""
+        self.patches += patches
+        self.notes += [f"{text}: {len(patches)}"] if patches else []
+        return self
 
     def add(self, one: Patch | Skip) -> None:
         if isinstance(one, Skip):

@@ -14,18 +14,19 @@ from lowmem_patch.strategies.activations import (
     READS,
     ActivationSite,
     activation_sites,
+    are_weighed,
     consumers_of,
     input_read_later,
+    is_frozen,
     next_to_nothing,
     products,
     unknown_activations,
 )
 from lowmem_patch.strategies.protocol import Facts, Found, Skip
 from lowmem_patch.strategies.swap import Swap
-from lowmem_patch.tracing.consumers import weight_read_with, weight_trains
-from lowmem_patch.tracing.op_roles import Role
-from lowmem_patch.tracing.shadow import tensors_in
+from lowmem_patch.tracing.consumers import Consumer, weight_read_with, weight_trains
 
+NAME = "recompute"
 _WORTH = 1e-4  # the gate of a squeeze and excitation has one number a channel
 
 
@@ -36,8 +37,6 @@ class DeferredActivation(Swap):
     ``reads``, ``at_once``, ``gated`` and ``weighed`` are as of `lowmem_patch.nn.deferred_ops.Activation`;
     ``in_place`` as of `ActivationSite`.
     """
-
-    strategy = "recompute"
 
     activation: ActivationKind
     reads: int
@@ -58,63 +57,55 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         if isinstance(site, Skip):
             found.add(site)
         elif site.chosen == "recompute":
-            reason, why_not = _reason(facts, site), _obstacle(facts, site)
-            little = _little(facts, site)
-            if why_not is not None:
-                found.add(site.skip(f"cannot recompute: {why_not}"))
-            elif reason is not None and little is not None:
-                found.add(site.skip(little))
-            elif reason is None:
-                found.add(site.skip(_nothing_to_gain(site)))
-            else:
-                found.add(
-                    DeferredActivation(
-                        site.name, site.kind, site.reads,
-                        _at_once(facts, site), site.gated, _weighed(facts, site), site.in_place,
-                        reason=reason, kind=site.kind, consumers=site.texts, function=site.function,
-                    )
-                )  # fmt: skip
+            behind = consumers_of(facts, products(site.consumers))
+            reason = _reason(site, behind)
+            left = _left_alone(facts, site, reason)
+            if left is not None or reason is None:
+                found.add(site.skip(left or _nothing_to_gain(site)))
+                continue
+            at_once = save_sources(behind) if site.gated else not site.reads
+            weighed = site.gated and _weighed(facts, behind)
+            found.add(
+                DeferredActivation(
+                    site.name, NAME, site.kind, site.reads, at_once, site.gated, weighed, site.in_place,
+                    reason=reason, kind=site.kind, consumers=site.texts, function=site.function,
+                )
+            )  # fmt: skip
     return found
 
 
-def _at_once(facts: Facts, site: ActivationSite) -> bool:
-    """Whether only readers that save what the value is computed from are known, one of which trains."""
-    if not site.gated:
-        return not site.reads
-    readers = consumers_of(facts, products(site.consumers))
+def save_sources(readers: list[Consumer]) -> bool:
+    """Whether all save what a value is computed from in its place, and one of them trains."""
     known = all(weight_read_with(reader) is not None for reader in readers)
     return known and any(map(weight_trains, readers))
 
 
-def _weighed(facts: Facts, site: ActivationSite) -> bool:
+def _weighed(facts: Facts, behind: list[Consumer]) -> bool:
     """Whether rows of what a Linear makes of a gated product are multiplied with numbers, for whose gradient
     the Linear's output would be saved."""
-    if not site.gated:
-        return False
-    made = [
-        output
-        for reader in consumers_of(facts, products(site.consumers))
+    return any(
+        output.dim() == 2 and output.dtype == reader.tensor.dtype and are_weighed(facts, output)
+        for reader in behind
         if reader.use == "linear" and reader.op is not None and reader.tensor is not None
         for output in reader.op.outputs
-        if output.dim() == 2 and output.dtype == reader.tensor.dtype
-    ]
-    return any(
-        factor.requires_grad and factor.shape == (*output.shape[:-1], 1)
-        for output in made
-        for op in facts.trace.consumers.get(id(output), ())
-        if op.role.has(Role.PRODUCT)
-        for factor in tensors_in(op.args)
     )
 
 
-def _obstacle(facts: Facts, site: ActivationSite) -> str | None:
+def _left_alone(facts: Facts, site: ActivationSite, reason: str | None) -> str | None:
+    """Why an activation cannot be recomputed, or saves so little that a Python call is too much for it."""
     reader = input_read_later(facts, site.name) if site.in_place else None
     if reader is not None:
-        return f"it works in place, and {reader} reads what its input was"
+        return f"cannot recompute: it works in place, and {reader} reads what its input was"
     if site.hook is not None:
-        return f"it is read by {site.hook}"
+        return f"cannot recompute: it is read by {site.hook}"
     writer = None if site.in_place else facts.written(site.name, "inputs")
-    return None if writer is None else f"its input is written in place by {writer}"
+    if writer is not None:
+        return f"cannot recompute: its input is written in place by {writer}"
+    # one that saves its output loses it to a dropout alone: as before the classifier of a pooled row
+    if reason is None or site.gated or (site.linear is not None and site.saves == "input"):
+        return None
+    gain = sum(output.nbytes for output in facts.outputs(site.name))
+    return next_to_nothing(facts, gain, _WORTH)
 
 
 def _nothing_to_gain(site: ActivationSite) -> str:
@@ -122,8 +113,7 @@ def _nothing_to_gain(site: ActivationSite) -> str:
     reader = site.consumers[0] if site.consumers else None
     if reader is None:
         return "nothing to gain: its output is read by nothing"
-    frozen = weight_read_with(reader) is not None and not weight_trains(reader)
-    if frozen and site.saves == "input":
+    if is_frozen(reader) and site.saves == "input":
         return (
             f"no exact way saves bytes: {reader.text} is frozen and does not save the output, and the "
             "derivative needs the input"
@@ -131,22 +121,12 @@ def _nothing_to_gain(site: ActivationSite) -> str:
     return f"nothing to gain: its output is read by {reader.text}"
 
 
-def _little(facts: Facts, site: ActivationSite) -> str | None:
-    """Why an output is saved that a Python call would have to compute again."""
-    # one that saves its output loses it to a dropout alone: as before the classifier of a pooled row
-    if site.gated or (site.linear is not None and site.saves == "input"):
-        return None
-    gain = sum(output.nbytes for output in facts.outputs(site.name))
-    return next_to_nothing(facts, gain, _WORTH)
-
-
-def _reason(facts: Facts, site: ActivationSite) -> str | None:
+def _reason(site: ActivationSite, behind: list[Consumer]) -> str | None:
     """What is saved in the place of the output; None where nobody would gain."""
     if site.saves == "output" and not site.recomputing_gains:
         return None
     if site.gated:
-        reading = consumers_of(facts, products(site.consumers))
-        other = next((c for c in reading if weight_read_with(c) is None), None)
+        other = next((c for c in behind if weight_read_with(c) is None), None)
         if other is None:
             return "gate and up kept, their product recomputed"
         return (

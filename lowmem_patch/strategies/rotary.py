@@ -7,21 +7,21 @@ import dataclasses
 import dis
 import inspect
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.own import has_foreign_forward
 from lowmem_patch.nn.rotary import Rotation, RotationOfOne, forward_of_class, use_rotary
-from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
+from lowmem_patch.strategies.protocol import Change, Facts, Found, once
 from lowmem_patch.tracing.consumers import feed_autocast, find_consumers
-from lowmem_patch.tracing.dataflow import Path, backward, first_input, forward, makers
+from lowmem_patch.tracing.dataflow import Path, backward, first_input, forward
 from lowmem_patch.tracing.isolation import NoForeignKernels
+from lowmem_patch.tracing.observers import FunctionObserver
 from lowmem_patch.tracing.op_roles import (
     OF_ELEMENTS,
     REARRANGES,
@@ -53,32 +53,20 @@ def _looked_up(module: nn.Module) -> dict[str, Any]:
     return {name: f for name, f in found if callable(f) and not isinstance(f, type)}
 
 
-@dataclasses.dataclass(frozen=True)
-class FusedRotary(Patch):
-    """A module whose rotation of q and k runs as one op."""
-
-    strategy = "rotary"
-
-    rotation: Rotation
-
-    def apply(self, target: Target) -> None:
-        use_rotary(target.model.get_submodule(self.site), self.rotation)
-
-
 def find(facts: Facts, config: PatchConfig) -> Found:
     """The modules among those that ran whose rotation can be one op."""
     rotations = rotating(facts, config)
+    patches = [Change(name, "rotary", use_rotary, (one,)) for name, one in rotations.items()]
     note = _note(facts, rotations) if config.attention == "fused" else None
-    return Found(list(rotations.values()), notes=[] if note is None else [note])
+    return Found([*patches], notes=[] if note is None else [note])
 
 
-def rotating(facts: Facts, config: PatchConfig) -> dict[str, FusedRotary]:
-    """These modules' patches, by name."""
-    return facts.once(rotating, lambda: _rotating(facts) if config.attention == "fused" else {})
-
-
-def _rotating(facts: Facts) -> dict[str, FusedRotary]:
-    rotations = {}
+@once
+def rotating(facts: Facts, config: PatchConfig) -> dict[str, Rotation]:
+    """These modules' rotations, by name."""
+    rotations: dict[str, Rotation] = {}
+    if config.attention != "fused":
+        return rotations
     for name in facts.calls:
         module = facts.modules[name]
         if has_foreign_forward(module):
@@ -89,20 +77,18 @@ def _rotating(facts: Facts) -> dict[str, FusedRotary]:
             # a copy of its file is where nobody would look for what forward writes
             if rotation is not None and forward is not None and not _writes_names(forward):
                 feeds = _feeds_autocast(facts, name, rotation)
-                rotation = dataclasses.replace(rotation, feeds_autocast=feeds)
-                rotations[name] = FusedRotary(name, rotation)
+                rotations[name] = dataclasses.replace(rotation, feeds_autocast=feeds)
     return rotations
 
 
 def _feeds_autocast(facts: Facts, name: str, rotation: Rotation) -> tuple[bool, bool]:
     """Whether ops that autocast casts alone read what a module's rotary embedding makes of q, and of k."""
-    made = facts.once("makers", lambda: makers(facts.trace))
+    made = facts.makers
     calls = facts.calls_of(name)
     around = {call.autocast for call in calls}
     fed = [
         feed_autocast(find_consumers(facts.trace, _with_rest(facts, made, op).outputs), around)
-        for call in calls
-        for op in facts.trace.ops[call.first_op : call.last_op]
+        for op in facts.ops_of(name)
         if op.module == name and _is_turn(made, op)
     ]
     if isinstance(rotation, RotationOfOne):
@@ -113,17 +99,15 @@ def _feeds_autocast(facts: Facts, name: str, rotation: Rotation) -> tuple[bool, 
     return all(fed[::2]), all(fed[1::2])
 
 
-class _Sums(TorchFunctionMode):
+class _Sums(FunctionObserver):
     """Whether each sum of a function has a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: list[bool] = []
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:  # fmt: skip
-        result = func(*args, **(kwargs or {}))
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
         if role_of(function_name(func)).has(Role.SUM):
             self.found.append(result.requires_grad)
         return result
@@ -218,7 +202,7 @@ def _writes_names(forward: Any) -> bool:
     )
 
 
-def _note(facts: Facts, rotations: Mapping[str, FusedRotary]) -> str | None:
+def _note(facts: Facts, rotations: Mapping[str, Rotation]) -> str | None:
     """How many modules run their rotation as one op, and which others rotate otherwise."""
     others = [n for n in facts.calls if n not in rotations and _looked_up(facts.modules[n])]
     named = ", ".join(others[:_NAMED]) + (", ..." if len(others) > _NAMED else "")

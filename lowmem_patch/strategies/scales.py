@@ -12,45 +12,32 @@ from typing import Any
 from torch import Tensor, nn
 
 from lowmem_patch.config import PatchConfig
-from lowmem_patch.nn.own import Own, runs_class_forward
+from lowmem_patch.nn.own import runs_class_forward
 from lowmem_patch.nn.scales import keep_for_scale
-from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
+from lowmem_patch.strategies.protocol import Change, Facts, Found, hook_behind, once
 from lowmem_patch.tracing.call_arguments import dropout_call, moved_channel
-from lowmem_patch.tracing.dataflow import backward, first_input, makers
+from lowmem_patch.tracing.dataflow import backward, first_input
 from lowmem_patch.tracing.op_roles import Role
-from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.trace import Op
-
-
-class ScaledOutput(Patch):
-    """A Linear whose output a scale multiplies."""
-
-    strategy = "scales"
-
-    def apply(self, target: Target) -> None:
-        target.model.get_submodule(self.site).register_forward_hook(Own(keep_for_scale))
 
 
 def find(facts: Facts, config: PatchConfig) -> Found:
     """Linears that train, whose output is saved for a scale alone."""
-    names = (name for name, _ in scaled_outputs(facts, config))
-    patches = [ScaledOutput(name) for name in dict.fromkeys(names)]
-    notes = []
-    if patches:
-        notes.append(f"Linears whose output is not saved for the scale behind it: {len(patches)}")
-    return Found(patches, notes=notes)
+    names = dict.fromkeys(name for name, _ in scaled_outputs(facts, config))
+    patches = [Change(name, "scales", hook_behind, (keep_for_scale,)) for name in names]
+    return Found().take(patches, "Linears whose output is not saved for the scale behind it")
 
 
+@once
 def scaled_outputs(facts: Facts, config: PatchConfig) -> list[tuple[str, Tensor]]:
     """Names of Linears that train, and what a product with such a scale alone saves of them."""
     # what is stored in 8 bits for a Linear would be saved in full beside that
     if config.linear_inputs == "keep" or config.storage != "exact":
         return []
-    return facts.once(scaled_outputs, lambda: list(_scaled(facts)))
+    return list(_scaled(facts))
 
 
 def _scaled(facts: Facts) -> Iterator[tuple[str, Tensor]]:
-    made_by = makers(facts.trace)
     calls = {
         id(call.outputs[0]): call.name
         for call in facts.trace.calls
@@ -62,11 +49,10 @@ def _scaled(facts: Facts) -> Iterator[tuple[str, Tensor]]:
         for value, scale in (op.args, op.args[::-1]):
             if not isinstance(value, Tensor) or not isinstance(scale, Tensor):
                 continue
-            name = calls.get(id(list(backward(made_by, value, _passed_on))[-1]))
-            if name is not None and _is_scale(scale, facts.modules[name]):
-                savers = facts.savers.get(storage_key(value), ())
-                if {(saver.module, saver.function) for saver in savers} == {(op.module, op.name)}:
-                    yield name, value
+            name = calls.get(id(list(backward(facts.makers, value, _passed_on))[-1]))
+            is_scaled = name is not None and _is_scale(scale, facts.modules[name])
+            if name is not None and is_scaled and facts.is_saved_for(op, value, alone=True):
+                yield name, value
 
 
 def _is_plain(module: nn.Module) -> bool:

@@ -7,7 +7,6 @@ output does not tell it (`lowmem_patch.nn.gammas`). No weight changes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
@@ -28,9 +27,9 @@ from lowmem_patch.nn.norms import (
 from lowmem_patch.strategies.activations import ActivationSite, activation_sites, products
 from lowmem_patch.strategies.chains import chain_sources
 from lowmem_patch.strategies.head import head_names
-from lowmem_patch.strategies.lora import adapter_layers
+from lowmem_patch.strategies.lora import inside_adapters
 from lowmem_patch.strategies.norm_sites import NormSite, eps_name, norm_sites, read_as_it_lies
-from lowmem_patch.strategies.protocol import Facts, Found, Skip
+from lowmem_patch.strategies.protocol import Facts, Found, Skip, once
 from lowmem_patch.strategies.rotary import is_turned
 from lowmem_patch.strategies.swap import Swap
 from lowmem_patch.tracing.call_arguments import CalledFunction, dropout_call
@@ -64,8 +63,6 @@ _COMPUTED = (
 @dataclasses.dataclass(frozen=True)
 class SharedNorm(Swap):
     """A norm that saves its output, or z."""
-
-    strategy = "share"
 
     spec: NormSpec
     use: OutputUse
@@ -125,14 +122,14 @@ def share_or_skip(
     """The patch of a norm, or why there is none."""
     consumers = _who_saves_it(facts, config, site.consumers)
     whole = site.gamma is None and site.beta is None
-    adapters = tuple(f"{name}." for name in adapter_layers(facts, config))
-    read = any(weight_trains(c) or c.text.startswith(adapters) for c in consumers)
+    inside = inside_adapters(facts, config)
+    read = any(weight_trains(c) or c.text.startswith(inside) for c in consumers)
     who = (
         "the norm and its Linears save one tensor"
         if read
         else "one tensor is saved in place of the input"
     )
-    reason = f"{who}: the norm's output" + ("" if whole else _OR_Z) + _no_gain(facts, site, read)
+    reason = f"{who}: the norm's output" + _OR_Z * (not whole) + _no_gain(facts, site, read)
     if why_not_folded:
         reason += f"; not folded: {why_not_folded}"
     patch = shared_norm(facts, config, site, reason)
@@ -140,38 +137,26 @@ def share_or_skip(
         return dataclasses.replace(patch, reason=_COMPUTED, saves=0)
     if patch.use.turned and facts.saved(site.name):
         return dataclasses.replace(patch, reason=_TURNED)
-    if _saves_less(facts, config, site, consumers):
+    more = facts.saved(site.name) > 1.5 * sum(output.nbytes for output in site.outputs)
+    read_by_linears = any(consumer.use in ("linear", "autocast") for consumer in consumers)
+    if read_by_linears or more or _is_saved(facts, config, site):
         return patch
     return site.skip("nothing to gain: nobody saves its output")
-
-
-def _saves_less(
-    facts: Facts, config: PatchConfig, site: NormSite, consumers: list[Consumer]
-) -> bool:
-    """Whether somebody else saves a norm's output, or the norm more than that."""
-    if any(consumer.use in ("linear", "autocast") for consumer in consumers):
-        return True
-    more = facts.saved(site.name) > 1.5 * sum(output.nbytes for output in site.outputs)
-    return more or _is_saved(facts, config, site)
 
 
 def _no_gain(facts: Facts, site: NormSite, read: bool) -> str:
     """Why a norm saves as many bytes as before; nothing where it saves fewer."""
     if not any(tensor.requires_grad for tensor in site.outputs):
         return "; nothing up to it trains, and it saves nothing itself"
-    if not read and _saves_as_much(facts, site):
-        return "; it saves nothing here, since the Linears that read it are frozen and have no adapters"
-    return ""
-
-
-def _saves_as_much(facts: Facts, site: NormSite) -> bool:
-    """Whether frozen Linears alone read the output, which then is as many bytes as the input is."""
-    if facts.is_sharded or any(call.autocast for call in facts.calls_of(site.name)):
-        return False
+    if read or facts.is_sharded or any(call.autocast for call in facts.calls_of(site.name)):
+        return ""
+    # the output that frozen Linears alone read is as many bytes as the input is
     weights = [weight_read_with(c) if c.use == "linear" else None for c in site.consumers]
     frozen = all(weight is not None and not weight.requires_grad for weight in weights)
     size = sum(tensor.nbytes for tensor in site.outputs)
-    return frozen and facts.saved(site.name) < 1.5 * size
+    if frozen and facts.saved(site.name) < 1.5 * size:
+        return "; it saves nothing here, since the Linears that read it are frozen and have no adapters"
+    return ""
 
 
 def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) -> SharedNorm:
@@ -184,7 +169,9 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
     # a norm inside an autocast region whose readers are outside must stay in high precision, as it was
     around = {call.autocast for call in facts.calls_of(site.name)}
     feeds_autocast = feed_autocast(consumers, around)
-    others = _without_adapters(facts, config, consumers)
+    inside = inside_adapters(facts, config)
+    # adapter layers see to their input themselves
+    others = [consumer for consumer in consumers if not consumer.text.startswith(inside)]
     saves_casts = config.linear_inputs != "keep"
     behind = _who_saves_it(facts, config, consumers)
     dropped = _is_dropped(behind, consumers)
@@ -200,14 +187,15 @@ def shared_norm(facts: Facts, config: PatchConfig, site: NormSite, reason: str) 
         shares_copy=not feeds_autocast and saves_casts and _shares_copy(facts, consumers, around),
         output_saved=dropped
         or turned
-        or _is_saved_as_rows(facts, config, consumers)
-        or _saved_by_others(facts, config, consumers),
+        or facts.is_sharded
+        or _is_saved_whole(facts, config, consumers),
         output_moved=any(_reads_a_moved_view(consumer, site.outputs) for consumer in consumers),
         lies_as_input=lies_as_input,
         turned=turned,
     )
     return SharedNorm(
         site.name,
+        "share",
         spec=site.spec,
         use=use,
         reason=reason
@@ -224,34 +212,35 @@ def _is_of_computed(facts: Facts, config: PatchConfig, site: NormSite) -> bool:
     and Linears alone read it."""
     if site.spec.dim != -1 or not read_as_it_lies(site.consumers):
         return False
-    made: set[int] = facts.once(_is_of_computed, lambda: set(_computed(facts, config)))
-    calls = facts.calls_of(site.name)
+    made, calls = _computed(facts, config), facts.calls_of(site.name)
     return bool(calls) and all(call.inputs and id(call.inputs[0]) in made for call in calls)
 
 
-def _computed(facts: Facts, config: PatchConfig) -> Iterator[int]:
+@once
+def _computed(facts: Facts, config: PatchConfig) -> set[int]:
     def drops_nothing(op: Op, _: Tensor) -> bool:
         return op.role.has(Role.DROPOUT) and dropout_call(op.args, op.kwargs).p == 0
 
-    for site in activation_sites(facts, config):
-        if isinstance(site, ActivationSite) and site.chosen == "recompute":
-            made = [*facts.outputs(site.name), *products(site.consumers)]
-            yield from (id(path.end) for path in forward(facts.trace, made, drops_nothing))
+    return {
+        id(path.end)
+        for site in activation_sites(facts, config)
+        if isinstance(site, ActivationSite) and site.chosen == "recompute"
+        for made in ([*facts.outputs(site.name), *products(site.consumers)],)
+        for path in forward(facts.trace, made, drops_nothing)
+    }
 
 
 def _may_lie_as_input(
     facts: Facts, config: PatchConfig, site: NormSite, behind: list[Consumer]
 ) -> bool:
-    if any(map(_reads_rows, behind)) or _feeds_matmuls(facts, site):
+    # a function may have Linears inside (nn.MultiheadAttention)
+    for one in behind:
+        if one.use == "linear" or (one.op is not None and one.op.role.has(Role.HOLDS_LINEARS)):
+            return False
+    if _feeds_matmuls(facts, site):
         return False
     # whoever saves it may ask for a view, of which torch's own norm allows any
     return not _is_saved(facts, config, site, Role.FUSED_ATTENTION)
-
-
-def _reads_rows(consumer: Consumer) -> bool:
-    """Whether a Linear reads the output, or a function that has Linears inside (nn.MultiheadAttention)."""
-    inside = consumer.op is not None and consumer.op.role.has(Role.HOLDS_LINEARS)
-    return consumer.use == "linear" or inside
 
 
 def _feeds_matmuls(facts: Facts, site: NormSite) -> bool:
@@ -325,14 +314,6 @@ def _is_behind_row_moves(consumers: list[Consumer]) -> bool:
     return len(distinct) == 1 and consumers[0].copied and not rearranged
 
 
-def _without_adapters(
-    facts: Facts, config: PatchConfig, consumers: list[Consumer]
-) -> list[Consumer]:
-    """``consumers`` but those in adapter layers, which see to their input themselves."""
-    prefixes = tuple(f"{name}." for name in adapter_layers(facts, config))
-    return [consumer for consumer in consumers if not consumer.text.startswith(prefixes)]
-
-
 def _is_dropped(behind: list[Consumer], consumers: list[Consumer]) -> bool:
     """Whether Linears behind a dropout save the very output, with the bits of the mask."""
     return any(weight_trains(consumer) and consumer not in consumers for consumer in behind)
@@ -368,28 +349,22 @@ def _is_saved(
     convolution, a product."""
     if chain_sources(facts, config) & set(map(id, site.outputs)):
         return True
-    savers = [s for t in site.outputs for s in facts.savers.get(storage_key(t), ())]
-    others = [s for s in savers if not f"{s.module}.".startswith(f"{site.name}.")]
-    return any(besides is None or not role_of(saver.function).has(besides) for saver in others)
+    return any(
+        besides is None or not role_of(saver.function).has(besides)
+        for saver in facts.savers_of(*site.outputs)
+        if not f"{saver.module}.".startswith(f"{site.name}.")
+    )
 
 
-def _is_saved_as_rows(facts: Facts, config: PatchConfig, consumers: list[Consumer]) -> bool:
-    """Whether Linears save the output by themselves, as sharded ones do; heads save rows that they read."""
-    heads = head_names(facts, config)
-    return facts.is_sharded or any(c.use == "linear" and c.text in heads for c in consumers)
-
-
-def _saved_by_others(facts: Facts, config: PatchConfig, consumers: list[Consumer]) -> bool:
-    """Whether an op that is no Linear saves the output, so that z beside it would be one more."""
-    sources = chain_sources(facts, config)
+def _is_saved_whole(facts: Facts, config: PatchConfig, consumers: list[Consumer]) -> bool:
+    """Whether an op that is no Linear saves the output, so that z beside it would be one more; or a head,
+    which saves rows that it reads. Sharded Linears do so as well."""
+    heads, sources = head_names(facts, config), chain_sources(facts, config)
+    if any(c.use == "linear" and c.text in heads for c in consumers):
+        return True
     if any(c.use == "output" or c.reshaped or id(c.tensor) in sources for c in consumers):
         return True  # the caller holds it, or a Linear saves it as rows of another length, or a chain does
     if any(c.op is not None and gathers_for_a_weight(facts.trace, c.op) for c in consumers):
         return True  # experts, in the place of the rows
-    others = [c for c in consumers if c.use != "linear" and c.op is not None]
-    keys = {storage_key(c.tensor) for c in others if c.tensor is not None}
-    return any(
-        not role_of(saver.function).has(Role.LINEAR)
-        for key in keys
-        for saver in facts.savers.get(key, ())
-    )
+    others = (c.tensor for c in consumers if c.use != "linear" and c.tensor is not None)
+    return any(not role_of(saver.function).has(Role.LINEAR) for saver in facts.savers_of(*others))

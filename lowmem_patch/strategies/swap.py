@@ -15,9 +15,10 @@ from lowmem_patch.nn.forward_modes import CallInstead
 from lowmem_patch.nn.modes import run_under
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.own import PLACED, Own, align_as, is_compiled_function
-from lowmem_patch.strategies.protocol import ORIGINAL, Patch, Target
+from lowmem_patch.strategies.protocol import Patch, Target
 from lowmem_patch.tracing.call_arguments import CalledFunction
 
+ORIGINAL = "_lowmem_patch_original"  # where a replacement holds the module that it stands for
 _SHARED = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",

@@ -10,30 +10,22 @@ from torch import Tensor, nn
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.causal_mask import drop_causal_mask
-from lowmem_patch.nn.own import Own
-from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
+from lowmem_patch.strategies.protocol import Change, Facts, Found, hook_before
 from lowmem_patch.tracing.call_arguments import attention_call
 from lowmem_patch.tracing.op_roles import Role
-
-
-class CausalAttention(Patch):
-    """An attention module of transformers that gets no mask which is the causal one."""
-
-    strategy = "causal mask"
-
-    def apply(self, target: Target) -> None:
-        module = target.model.get_submodule(self.site)
-        module.register_forward_pre_hook(Own(drop_causal_mask), with_kwargs=True)
 
 
 def find(facts: Facts, config: PatchConfig) -> Found:
     """The modules among those that ran whose forward calls transformers' attention functions."""
     if config.attention != "fused":
         return Found()
-    names = (name for name in facts.calls if _calls_sdpa(facts.modules[name]))
-    patches = [CausalAttention(name) for name in names if _passes_mask_on(facts, name)]
-    note = f"attention that, if compiled, takes is_causal in place of a mask, for speed: {len(patches)}"
-    return Found(list(patches), notes=[note] if patches else [])
+    patches = [
+        Change(name, "causal mask", hook_before, (drop_causal_mask,))
+        for name in facts.calls
+        if _calls_sdpa(facts.modules[name]) and _passes_mask_on(facts, name)
+    ]
+    text = "attention that, if compiled, takes is_causal in place of a mask, for speed"
+    return Found().take(patches, text)
 
 
 def _calls_sdpa(module: nn.Module) -> bool:

@@ -6,22 +6,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from lowmem_patch.config import PatchConfig
-from lowmem_patch.nn.own import Own
 from lowmem_patch.nn.packed_qkv import VIEWS, follow_packed
-from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target
+from lowmem_patch.strategies.protocol import Change, Facts, Found, hook_behind
 from lowmem_patch.tracing.dataflow import forward, only_consumer
 from lowmem_patch.tracing.op_roles import Role
 from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.trace import Op, Trace
-
-
-class PackedQKV(Patch):
-    """A module whose output is q, k and v, the gradients of which are joined in one pass."""
-
-    strategy = "packed_qkv"
-
-    def apply(self, target: Target) -> None:
-        target.model.get_submodule(self.site).register_forward_hook(Own(follow_packed))
 
 
 def find(facts: Facts, config: PatchConfig) -> Found:
@@ -39,9 +29,8 @@ def find(facts: Facts, config: PatchConfig) -> Found:
             len(call.outputs) == 1 and _is_unbound(facts.trace, call.outputs[0]) for call in made
         )
     }
-    patches = [PackedQKV(name) for name in names.values()]
-    text = f"gradients of q, k, v that are joined in one pass, for speed: {len(patches)}"
-    return Found(patches, notes=[text] if patches else [])
+    patches = [Change(name, "packed_qkv", hook_behind, (follow_packed,)) for name in names.values()]
+    return Found().take(patches, "gradients of q, k, v that are joined in one pass, for speed")
 
 
 def _is_unbound(trace: Trace, output: Tensor) -> bool:
