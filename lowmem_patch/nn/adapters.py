@@ -19,15 +19,15 @@ from torch import Tensor, nn
 
 from lowmem_patch.functional import in_compiler, recast_linear, without_torch_function
 from lowmem_patch.nn.context import autocast_dtype, is_foreign, is_fsdp_unit, trains_here
+from lowmem_patch.nn.copies import cast_once, holds_casts
 from lowmem_patch.nn.deferred import Deferred, value_of
-from lowmem_patch.nn.deferred_linears import project
 from lowmem_patch.nn.deferred_ops import Saved
 from lowmem_patch.nn.low_rank import Products, low_rank_products
 from lowmem_patch.nn.modes import without_function_modes
 from lowmem_patch.nn.op import Projection
 from lowmem_patch.nn.own import Own, give_forward
 from lowmem_patch.nn.parameter_adapters import adapts_parameter, is_of_peft, read_factors
-from lowmem_patch.nn.shared_casts import cast_once, holds_casts
+from lowmem_patch.nn.stored import project
 
 # what the forward of PEFT's Linear looks up: one that looks up more computes more
 _KNOWN = frozenset(

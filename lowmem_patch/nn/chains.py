@@ -26,8 +26,8 @@ from lowmem_patch.nn.chain_steps import Autocast, Leaf, Step, autocast_of, dtype
 from lowmem_patch.nn.channel_norms import NormedChannels
 from lowmem_patch.nn.context import is_foreign, unfreed
 from lowmem_patch.nn.deferred import Deferred, Unstored, defer, detached_of, value_of
+from lowmem_patch.nn.deferred_experts import Product
 from lowmem_patch.nn.deferred_ops import Activation
-from lowmem_patch.nn.deferred_rows import Product
 from lowmem_patch.nn.modes import ForwardMode
 from lowmem_patch.nn.op import Op, Projection, lies_as, waits_for_gradient
 from lowmem_patch.nn.watched import is_of_norm

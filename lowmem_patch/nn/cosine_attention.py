@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from lowmem_patch.functional import NormSettings, ms_norm, scaled_scores
 from lowmem_patch.nn.context import autocast_dtype, is_foreign, needs_gradient
 from lowmem_patch.nn.deferred import Deferred, value_of
-from lowmem_patch.nn.forward_modes import is_running
-from lowmem_patch.nn.modes import ForwardMode
+from lowmem_patch.nn.modes import ForwardMode, is_running
 from lowmem_patch.nn.op import Op
 from lowmem_patch.nn.stored import attach
 from lowmem_patch.tracing.call_arguments import normalized_rows

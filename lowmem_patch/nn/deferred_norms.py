@@ -13,10 +13,9 @@ from lowmem_patch.nn.chain_steps import Leaf, Step, autocast_of
 from lowmem_patch.nn.chains import Caller, Chain, Value, saved_for
 from lowmem_patch.nn.context import is_foreign, needs_gradient, unfreed
 from lowmem_patch.nn.deferred import Deferred, defer, value_of
-from lowmem_patch.nn.deferred_linears import project
 from lowmem_patch.nn.deferred_ops import Activation, Dropped
 from lowmem_patch.nn.op import Op, Projection
-from lowmem_patch.nn.stored import keep
+from lowmem_patch.nn.stored import keep, project
 
 if TYPE_CHECKING:
     from lowmem_patch.nn.norms import MSNorm

@@ -1,7 +1,7 @@
 """PEFT's adapter of a parameter, as of the weights of experts: the module reads W + s L R, which is not made.
 
 PEFT gives the module a parametrization for each forward. Here the module finds a deferred tensor in the place
-of its parameter for that time (`lowmem_patch.nn.deferred_weights.AdaptedWeight`). Where no gradient is wanted
+of its parameter for that time (`lowmem_patch.nn.deferred_experts.AdaptedWeight`). Where no gradient is wanted
 it finds the sum. What is not one adapter of a floating parameter is left to PEFT's forward.
 
 Evaluations are not left to PEFT: its parametrization sets the parameter to itself, which torch counts as a
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lowmem_patch.functional import in_compiler, is_ordinary
 from lowmem_patch.nn.context import is_foreign, trains_here
 from lowmem_patch.nn.deferred import defer
-from lowmem_patch.nn.deferred_weights import AdaptedWeight
+from lowmem_patch.nn.deferred_experts import AdaptedWeight
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _ROW = 16  # bytes, of which torch's grouped_mm asks for a multiple

@@ -14,11 +14,16 @@ import torch
 from torch import Tensor
 
 from lowmem_patch.functional import in_compiler
-from lowmem_patch.nn.context import autocast_dtype, is_foreign, product_dtype, to_save
+from lowmem_patch.nn.context import is_foreign, product_dtype, to_save
 from lowmem_patch.nn.deferred import READERS, Deferred, Unstored, value_of
 from lowmem_patch.nn.deferred_casts import Cast
 from lowmem_patch.nn.deferred_convolutions import read_convolution
-from lowmem_patch.nn.deferred_weights import AdaptedWeight, adapted_linear, multiplied, weight_of
+from lowmem_patch.nn.deferred_experts import (
+    AdaptedWeight,
+    adapted_linear,
+    read_batched,
+    read_grouped,
+)
 from lowmem_patch.nn.op import Op, Projection
 from lowmem_patch.nn.traced import join
 from lowmem_patch.tracing.call_arguments import (
@@ -63,34 +68,6 @@ def _read_addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if is_foreign(bias) or is_foreign(weight) or bias.dim() != 1:
         return NotImplemented
     return _project(h, weight.t(), bias)
-
-
-def _read_grouped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given = {key: item for key, item in kwargs.items() if item is not None}
-    if len(args) != 2 or set(given) != {"offs"}:
-        return NotImplemented
-    return _multiplied(func, *args, given["offs"])
-
-
-def _read_batched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if len(args) != 2 or kwargs:
-        return NotImplemented
-    dtype = autocast_dtype(args[0].device.type, args[0].dtype)
-    if dtype is not None and not dtype == args[0].dtype == args[1].dtype:
-        return NotImplemented  # a product of casts
-    return _multiplied(func, *args, None)
-
-
-def _multiplied(func: Any, x: Any, weight: Any, offsets: Any) -> Any:
-    """The product with weights of experts, by ``func``."""
-    whole = weight_of(weight)
-    if whole is None or whole.weight.dim() != 3 or not torch.is_grad_enabled():
-        return NotImplemented
-    found = x.op.grouped(x, func, whole, offsets) if _reads(x) else NotImplemented
-    if found is not NotImplemented or whole.left is None:
-        return found
-    x = value_of(x)
-    return NotImplemented if is_foreign(x) else multiplied(func, x, whole, offsets)
 
 
 def _read_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -317,8 +294,8 @@ _MOVES = (
     | Role.PAD | Role.INDEX
 )  # fmt: skip
 _BY_ROLE: tuple[tuple[Role, Callable[..., Any]], ...] = (
-    (Role.GROUPED_MATMUL, _read_grouped),
-    (Role.BATCHED_MATMUL, _read_batched),
+    (Role.GROUPED_MATMUL, read_grouped),
+    (Role.BATCHED_MATMUL, read_batched),
     (Role.CONVOLUTION, read_convolution),
     (Role.DROPOUT, _read_dropout),
     (Role.PRODUCT, _read_product),

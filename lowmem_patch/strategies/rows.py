@@ -14,8 +14,7 @@ from torch import Tensor
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.copies import keep_rows
-from lowmem_patch.nn.forward_modes import GatherBiases, GatherUnsaved
-from lowmem_patch.nn.modes import run_under
+from lowmem_patch.nn.modes import GatherBiases, GatherUnsaved, run_under
 from lowmem_patch.nn.own import Own
 from lowmem_patch.strategies.activations import next_to_nothing
 from lowmem_patch.strategies.protocol import Facts, Found, Patch, Target, forward_obstacle
