@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from lowmem_patch.functional import in_compiler, packer
 from lowmem_patch.nn.context import autocast_dtype, is_foreign, needs_gradient, trains_here
-from lowmem_patch.nn.deferred import Deferred
 from lowmem_patch.nn.deferred_ops import Matrix, Saved
 from lowmem_patch.nn.own import Own, give_forward, give_forward_around, inner_forward
 from lowmem_patch.nn.watched import Watched
@@ -118,8 +117,8 @@ def _forward_of_cast(linear: nn.Module, *args: Any, **kwargs: Any) -> Any:
         x = args[0]
         if not is_foreign(x) and x.dtype == torch.float32 and not x.is_meta:
             low = autocast_dtype(x.device.type, x.dtype)
-            if low is not None and low.itemsize < x.dtype.itemsize:
-                args = (_shared(x, low) if _is_shareable(x) else x,)
+            if low is not None and low.itemsize < x.dtype.itemsize and _is_shareable(x):
+                args = (_shared(x, low),)
     return type(linear).forward(linear, *args, **kwargs)
 
 
@@ -138,7 +137,7 @@ def holds_casts() -> bool:
 def _is_shareable(x: Tensor) -> bool:
     """Whether a cast may be held. Autocast itself holds those of parameters; what a checkpoint runs again has
     none that was made outside of it."""
-    if isinstance(x, (Deferred, Watched)) or x.is_inference() or not trains_here():
+    if isinstance(x, Watched) or x.is_inference() or not trains_here():
         return False
     of_parameter = x.requires_grad and x.grad_fn is None
     return not of_parameter and packer() == _RUNNING.packer

@@ -78,14 +78,9 @@ class CosineAttention(ForwardMode):
 
     def _takes(self, x: Any) -> bool:
         """Whether this is a plain tensor that trains, in the module's own forward."""
-        if not _is_plain(x) or not is_running(self.module):
+        if is_foreign(x) or not needs_gradient(x) or not is_running(self.module):
             return False
         return self.autocast or autocast_dtype(x.device.type, x.dtype) is None
-
-
-def _is_plain(x: Any) -> bool:
-    known = isinstance(x, Tensor) and not (is_foreign(x) or isinstance(x, Deferred))
-    return known and needs_gradient(x)
 
 
 def _multiplies(y: Tensor, a: Tensor, b: Tensor) -> bool:

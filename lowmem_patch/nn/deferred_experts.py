@@ -24,7 +24,7 @@ from lowmem_patch.functional import (
 from lowmem_patch.nn.context import autocast_dtype, is_foreign, product_dtype
 from lowmem_patch.nn.deferred import Deferred, Unstored, defer, value_of
 from lowmem_patch.nn.deferred_casts import Cast
-from lowmem_patch.nn.op import Op, Projection
+from lowmem_patch.nn.op import Arguments, Function, Named, Op, Projection
 from lowmem_patch.nn.stored import attach, keep, project
 from lowmem_patch.tracing.op_roles import Role, function_name, role_of
 
@@ -122,6 +122,8 @@ class Product(Op):
 class AdaptedWeight(Op):
     """``W + scale * L @ R`` of the sources W ``[.., F, O]``, L ``[.., F, r]`` and R ``[.., r, O]``."""
 
+    reads = 1
+
     def __init__(self, scale: float) -> None:
         self.scale = scale
 
@@ -137,12 +139,7 @@ class AdaptedWeight(Op):
         _, left, right = sources
         return dy, (dy @ right.mT).mul_(self.scale), (left.mT @ dy).mul_(self.scale)
 
-    def was_read(self, h: Any) -> None:
-        h.let_go()
-
-    def rearranged(
-        self, h: Deferred, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def rearranged(self, h: Deferred, func: Function, args: Arguments, kwargs: Named) -> Any:
         """One expert's weight, or that of the other way round."""
         role, rest, dims = role_of(function_name(func)), args[1:], h.dim()
         if kwargs or h.is_changed():

@@ -20,10 +20,10 @@ from lowmem_patch.functional import EIGHT_BIT_DTYPES, gather, is_ordinary, packe
 from lowmem_patch.nn.context import is_foreign
 from lowmem_patch.nn.deferred import value_of
 from lowmem_patch.nn.deferred_experts import GatheredRows
+from lowmem_patch.nn.op import Arguments, Named
 from lowmem_patch.nn.own import Own, give_forward_around, inner_forward
 from lowmem_patch.tracing.call_arguments import (
     CalledFunction,
-    GatherCall,
     are_row_numbers,
     called_function,
     gather_call,
@@ -95,8 +95,8 @@ class ForwardMode(AroundForward):
             self._outer = None
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:  # fmt: skip
+        self, func: Any, types: Any, args: Arguments = (), kwargs: Named | None = None
+    ) -> Any:
         # at once for all other functions, of which a forward may call a hundred
         if getattr(func, "__name__", "") in self._asked:
             return self.call(func, args, kwargs or {})
@@ -233,7 +233,7 @@ class GatherBiases(ForwardMode):
     def __init__(self, module: nn.Module, names: tuple[str, ...]) -> None:
         super().__init__(module)
         found = (getattr(module, name, None) for name in names)
-        self.biases = [one for one in found if isinstance(one, Tensor) and not is_foreign(one)]
+        self.biases = [one for one in found if not is_foreign(one)]
 
     def instead(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         known = func is Tensor.__getitem__ and any(args[0] is bias for bias in self.biases)
@@ -249,14 +249,12 @@ class GatherUnsaved(ForwardMode):
 
     def instead(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = gather_call(args, kwargs) if func in _GATHERS and self.packs_alike() else None
-        return NotImplemented if call is None or not _is_plain(call) else gather(*call)
+        if call is None or is_foreign(call.tensor) or is_foreign(call.places):
+            return NotImplemented
+        return gather(*call) if call.tensor.requires_grad else NotImplemented
 
 
 _GATHERS = (Tensor.gather, torch.gather)
-
-
-def _is_plain(call: GatherCall) -> bool:
-    return call.tensor.requires_grad and not (is_foreign(call.tensor) or is_foreign(call.places))
 
 
 class AttentionInGraph(TorchFunctionMode):
@@ -264,8 +262,8 @@ class AttentionInGraph(TorchFunctionMode):
 
     # a mode that the compiler follows: it keeps no state and knows of no thread
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:  # fmt: skip
+        self, func: Any, types: Any, args: Arguments = (), kwargs: Named | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") == "scaled_dot_product_attention":
             args = tuple(map(value_of, args))
