@@ -64,9 +64,8 @@ class HeadReads:
         worth it where the last steps ignored many."""
         if not labels.is_cuda:
             return True
-        if isinstance(labels, FakeTensor):
-            return False  # there are no values, and nothing to wait for
-        if torch.cuda.is_current_stream_capturing():
+        # of a fake tensor there are no values, and nothing to wait for
+        if isinstance(labels, FakeTensor) or torch.cuda.is_current_stream_capturing():
             return False
         if self._pending is not None and self._pending[1].query():
             self.ignored, self._pending = float(self._pending[0]), None
@@ -153,8 +152,7 @@ class Logits(Op):
 
     def head(self, sources: tuple[Tensor, ...]) -> Head:
         """The sources as the ops read them."""
-        x, weight = sources[:2]
-        rest = list(sources[2:])
+        x, weight, *rest = sources
         bias = rest.pop(0) if self.bias else None
         low, lora_B = rest if self.adapter else (None, None)
         if not in_compiler() and ((weight.numel() and is_freed(weight)) or weight.dim() != 2):
@@ -227,11 +225,8 @@ class Logits(Op):
             dtype, x, low = self.compute_dtype, flat(head.x), head.low
             d_bias = [d_a.sum(0)] if self.bias else []
             d_a = d_a.to(dtype)
-            found: list[Tensor | None] = [
-                (d_a @ head.weight.to(dtype)).view(sources[0].shape),
-                d_a.t() @ x.to(dtype),
-                *d_bias,
-            ]
+            d_x = (d_a @ head.weight.to(dtype)).view(sources[0].shape)
+            found = [d_x, d_a.t() @ x.to(dtype), *d_bias]
             if low is not None and head.lora_B is not None:
                 found.append((d_a @ head.lora_B.to(dtype)).view(low.shape))
                 found.append(d_a.t() @ flat(low).to(dtype))
@@ -277,8 +272,7 @@ class Logits(Op):
         if moves_rows(func, (x, *rest), kwargs, x, moved):
             return self._moved_rows(h, lambda tensor: func(tensor, *rest, **kwargs))
         if role.has(Role.TRANSPOSE | Role.PERMUTE) and h.dim() > 2:
-            differing = tuple(range(2, 2 + h.dim()))
-            like = torch.empty(differing, device="meta")
+            like = torch.empty(tuple(range(2, 2 + h.dim())), device="meta")  # no two are alike
             if func(like, *rest, **kwargs).stride() == like.movedim(-1, 1).stride():
                 h.was_bypassed = True
                 return self.changed(second=True).of(h.sources)
@@ -298,8 +292,7 @@ class Logits(Op):
 
     def _of_classes(self, h: Deferred, func: Function, rows: Arguments, classes: slice) -> Any:
         """Some classes of rows: those of a vocabulary without its padding."""
-        none = not len(range(h.shape[-1])[classes])
-        if self.normalised or none:
+        if self.normalised or not len(range(h.shape[-1])[classes]):
             return NotImplemented  # a log_softmax is one over all classes
         moved = self.rearranged(h, func, (h, rows), {})
         if not isinstance(moved, Deferred):

@@ -200,9 +200,8 @@ def _read_sum(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
         return NotImplemented
     h.was_bypassed = True
     head = op.head(h.sources)
-    labels = Labels(
-        torch.zeros(flat(head.x).shape[0], dtype=torch.int64, device=h.device), None, _NO_CLASS, 1.0
-    )
+    classes = torch.zeros(flat(head.x).shape[0], dtype=torch.int64, device=h.device)
+    labels = Labels(classes, None, _NO_CLASS, 1.0)
     found = linear_cross_entropy(head, labels, "none") * (-op.sign * h.shape[-1])
     found = found.view(h.shape[:-1]).to(op.to if given["dtype"] is None else given["dtype"])
     return found.unsqueeze(-1) if given["keepdim"] else found

@@ -198,9 +198,8 @@ class HeadsLastQueries(ForwardMode):
     names = names_with(Role.FUSED_ATTENTION)
 
     def instead(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is not F.scaled_dot_product_attention or not torch.is_grad_enabled():
-            return NotImplemented
-        if not any(map(_trains, (*args, *kwargs.values()))):
+        known = func is F.scaled_dot_product_attention and torch.is_grad_enabled()
+        if not known or not any(map(_trains, (*args, *kwargs.values()))):
             return NotImplemented
         if args:
             return self.onward(func, (_with_heads_last(args[0]), *args[1:]), kwargs)
