@@ -8,7 +8,7 @@ input of which no cast is saved.
 
 Of an adapter of a parameter, as of the weights of experts, the module reads W + s L R, which is not made.
 PEFT gives the module a parametrization for each forward. Here it finds a deferred tensor in the place of its
-parameter for that time (`lowmem_patch.nn.deferred_weights.AdaptedWeight`), or the sum, where no gradient is
+parameter for that time (`lowmem_patch.nn.deferred_experts.AdaptedWeight`), or the sum, where no gradient is
 wanted. What is not one adapter of a floating parameter is left to PEFT's forward, but not evaluations: PEFT's
 parametrization sets the parameter to itself, which torch counts as a write, and a training forward before the
 evaluation has saved that parameter for its backward.
@@ -28,15 +28,15 @@ from torch import Tensor, nn
 
 from lowmem_patch.functional import in_compiler, is_ordinary, recast_linear, without_torch_function
 from lowmem_patch.nn.context import autocast_dtype, is_foreign, is_fsdp_unit, trains_here
+from lowmem_patch.nn.copies import cast_once, holds_casts
 from lowmem_patch.nn.deferred import Deferred, defer, value_of
-from lowmem_patch.nn.deferred_linears import project
+from lowmem_patch.nn.deferred_experts import AdaptedWeight
 from lowmem_patch.nn.deferred_ops import Saved
-from lowmem_patch.nn.deferred_weights import AdaptedWeight
 from lowmem_patch.nn.low_rank import Products, low_rank_products
 from lowmem_patch.nn.modes import without_function_modes
 from lowmem_patch.nn.op import Projection
 from lowmem_patch.nn.own import Own, give_forward
-from lowmem_patch.nn.shared_casts import cast_once, holds_casts
+from lowmem_patch.nn.stored import project
 
 # what the forward of PEFT's Linear looks up: one that looks up more computes more
 _KNOWN = frozenset((

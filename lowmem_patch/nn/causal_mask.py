@@ -35,13 +35,10 @@ def drop_causal_mask(
     if not in_compiler() or is_exporting():
         return None
     mask = kwargs.get("attention_mask")
-    if (
-        not isinstance(mask, Tensor)
-        or kwargs.get("is_causal") is not None
-        or not _is_causal_sdpa(module)
-    ):
+    if not isinstance(mask, Tensor) or kwargs.get("is_causal") is not None:
         return None
-    return (args, {**kwargs, "attention_mask": None}) if _is_causal_mask() else None
+    known = _is_causal_sdpa(module) and _is_causal_mask()
+    return (args, {**kwargs, "attention_mask": None}) if known else None
 
 
 def _is_causal_sdpa(module: nn.Module) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from operator import attrgetter
@@ -11,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from lowmem_patch.nn.op import Arguments, Function, Named
 
 
 class Leaf:
@@ -28,9 +29,7 @@ class Step:
         number: counts the calls.
     """
 
-    def __init__(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def __init__(self, func: Function, args: Arguments, kwargs: Named) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
         given = (*args, *kwargs.values()) if kwargs else args
         self.before = tuple({item for item in given if isinstance(item, (Step, Leaf))})
@@ -105,17 +104,9 @@ def _key(given: Any) -> Any:
     return type(given) if isinstance(given, (int, float)) else given
 
 
-def _keys(kwargs: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple((name, _key(given)) for name, given in kwargs.items())
-
-
 @lru_cache(maxsize=4096)
 def _dtype_of(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: tuple[tuple[str, Any], ...],
-    device: torch.device,
-    autocast: Autocast,
+    func: Function, args: Arguments, kwargs: Arguments, device: torch.device, autocast: Autocast
 ) -> torch.dtype:
     """The dtype of a function's result, which torch alone knows: it is run on one element."""
 
@@ -132,11 +123,8 @@ def _dtype_of(
 
 
 def dtype_of(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    device: torch.device,
-    autocast: Autocast,
+    func: Function, args: Arguments, kwargs: Named, device: torch.device, autocast: Autocast
 ) -> torch.dtype:
     """The dtype of a function's result."""
-    return _dtype_of(func, tuple(map(_key, args)), _keys(kwargs), device, autocast)
+    named = tuple((name, _key(given)) for name, given in kwargs.items())
+    return _dtype_of(func, tuple(map(_key, args)), named, device, autocast)

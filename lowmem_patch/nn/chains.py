@@ -26,10 +26,18 @@ from lowmem_patch.nn.chain_steps import Autocast, Leaf, Step, autocast_of, dtype
 from lowmem_patch.nn.channel_norms import NormedChannels
 from lowmem_patch.nn.context import is_foreign, unfreed
 from lowmem_patch.nn.deferred import Deferred, Unstored, defer, detached_of, value_of
+from lowmem_patch.nn.deferred_experts import Product
 from lowmem_patch.nn.deferred_ops import Activation
-from lowmem_patch.nn.deferred_rows import Product
 from lowmem_patch.nn.modes import ForwardMode
-from lowmem_patch.nn.op import Op, Projection, lies_as, waits_for_gradient
+from lowmem_patch.nn.op import (
+    Arguments,
+    Function,
+    Named,
+    Op,
+    Projection,
+    lies_as,
+    waits_for_gradient,
+)
 from lowmem_patch.nn.watched import is_of_norm
 from lowmem_patch.tracing.call_arguments import (
     MIRRORED,
@@ -51,6 +59,9 @@ class Value(NamedTuple):
 
     shape: torch.Size
     dtype: torch.dtype
+
+
+_Call = tuple[Function, Arguments, Named]
 
 
 class Caller:
@@ -75,7 +86,7 @@ class Chain(Op):
             block.
     """
 
-    may_be_bypassed, outlives = False, True
+    may_be_bypassed, outlives, reads = False, True, 1
 
     def __init__(
         self, last: Step, places: dict[Leaf, int], like: Value, autocast: Autocast, caller: Caller
@@ -98,9 +109,6 @@ class Chain(Op):
     def compute(self, *sources: Tensor) -> Tensor:
         with under(self.autocast):
             return run(self.last, {leaf: sources[i] for leaf, i in self.places.items()})
-
-    def was_read(self, h: Any) -> None:
-        h.let_go()
 
     def was_computed(self, sources: tuple[Tensor, ...]) -> None:
         for source in sources:
@@ -134,9 +142,7 @@ class Chain(Op):
     def _let_go(self) -> None:
         self._graph = None
 
-    def rearranged(
-        self, h: Deferred, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def rearranged(self, h: Deferred, func: Function, args: Arguments, kwargs: Named) -> Any:
         rest = tuple(map(as_plain, args[1:]))
         kwargs = {name: as_plain(item) for name, item in kwargs.items()}
         given = (*rest, *kwargs.values())
@@ -205,7 +211,7 @@ def _may_wait(tensors: list[Tensor], chained: Set[int]) -> bool:
     return bool(asks) and torch.is_grad_enabled()
 
 
-def _operands(args: tuple[Any, ...], kwargs: dict[str, Any], chained: Set[int]) -> list[Tensor]:
+def _operands(args: Arguments, kwargs: Named, chained: Set[int]) -> list[Tensor]:
     """The tensors of a call, first one of the result's shape; none where one may not enter a chain, or
     where the result's layout cannot be told beforehand."""
     tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
@@ -222,11 +228,7 @@ def _operands(args: tuple[Any, ...], kwargs: dict[str, Any], chained: Set[int]) 
 
 
 def extended(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    caller: Caller,
-    chained: Set[int],
+    func: Function, args: Arguments, kwargs: Named, caller: Caller, chained: Set[int]
 ) -> Deferred | None:
     """``func(*args, **kwargs)``, deferred; None where it cannot wait.
 
@@ -236,11 +238,11 @@ def extended(
     """
     tensors: list[Any] = _operands(args, kwargs, chained)
     shape = _shape_made(func, args, kwargs, tensors[0]) if tensors else None
-    return None if shape is None else _made(func, args, kwargs, tensors, shape, caller, chained)
+    return None if shape is None else _made((func, args, kwargs), tensors, shape, caller, chained)
 
 
 def concatenated(
-    args: tuple[Any, ...], kwargs: dict[str, Any], caller: Caller, chained: Set[int]
+    args: Arguments, kwargs: Named, caller: Caller, chained: Set[int]
 ) -> Deferred | None:
     """`torch.cat` of contiguous tensors, deferred; None where it cannot wait. A part may be an activation
     that waits. Further arguments as of `extended`."""
@@ -249,8 +251,8 @@ def concatenated(
         return None
     if not all(part.is_contiguous() for part in call.parts):  # images whose channels lie last
         return None
-    given = {"dim": call.dim}
-    return _made(_concatenate, call.parts, given, list(call.parts), call.shape, caller, chained)
+    joining = (_concatenate, call.parts, {"dim": call.dim})
+    return _made(joining, list(call.parts), call.shape, caller, chained)
 
 
 def _concatenate(*parts: Tensor, dim: int) -> Tensor:
@@ -258,16 +260,10 @@ def _concatenate(*parts: Tensor, dim: int) -> Tensor:
 
 
 def _made(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    tensors: list[Any],
-    shape: torch.Size,
-    caller: Caller,
-    chained: Set[int],
+    call: _Call, tensors: list[Any], shape: torch.Size, caller: Caller, chained: Set[int]
 ) -> Deferred | None:
     """What a function makes of ``tensors``, which are among its arguments."""
-    device = tensors[0].device
+    (func, args, kwargs), device = call, tensors[0].device
     autocast = autocast_of(device.type)
     if any(id(tensor) in chained and tensor.op.autocast != autocast for tensor in tensors):
         return None
@@ -295,7 +291,7 @@ def _past(*before: Deferred) -> tuple[weakref.ref[Any], ...]:
 
 
 def _shape_made(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], largest: Tensor
+    func: Function, args: Arguments, kwargs: Named, largest: Tensor
 ) -> torch.Size | None:
     """Of what a function makes; None where torch refuses the call, or may lay the result out otherwise."""
     role = role_of(function_name(func))
@@ -378,13 +374,11 @@ class DeferChains(ForwardMode):
         if not self.packs_alike():
             return NotImplemented
         with without_torch_function():  # which each attribute of a deferred tensor is
-            made = self._deferred(func, func.__name__, args, kwargs)
+            made = self._deferred(func, args, kwargs)
         return NotImplemented if made is None else made
 
-    def _deferred(
-        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Deferred | None:
-        chained: set[int] = set()
+    def _deferred(self, func: Function, args: Arguments, kwargs: Named) -> Deferred | None:
+        name, chained = func.__name__, set[int]()
 
         def maker(tensor: Tensor) -> str | None:
             if _is_chain(tensor, self.caller):

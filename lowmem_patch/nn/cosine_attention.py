@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from lowmem_patch.functional import NormSettings, ms_norm, scaled_scores
 from lowmem_patch.nn.context import autocast_dtype, is_foreign, needs_gradient
 from lowmem_patch.nn.deferred import Deferred, value_of
-from lowmem_patch.nn.forward_modes import is_running
-from lowmem_patch.nn.modes import ForwardMode
+from lowmem_patch.nn.modes import ForwardMode, is_running
 from lowmem_patch.nn.op import Op
 from lowmem_patch.nn.stored import attach
 from lowmem_patch.tracing.call_arguments import normalized_rows
@@ -79,14 +78,9 @@ class CosineAttention(ForwardMode):
 
     def _takes(self, x: Any) -> bool:
         """Whether this is a plain tensor that trains, in the module's own forward."""
-        if not _is_plain(x) or not is_running(self.module):
+        if is_foreign(x) or not needs_gradient(x) or not is_running(self.module):
             return False
         return self.autocast or autocast_dtype(x.device.type, x.dtype) is None
-
-
-def _is_plain(x: Any) -> bool:
-    known = isinstance(x, Tensor) and not (is_foreign(x) or isinstance(x, Deferred))
-    return known and needs_gradient(x)
 
 
 def _multiplies(y: Tensor, a: Tensor, b: Tensor) -> bool:

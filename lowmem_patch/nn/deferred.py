@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch._C._dynamo.eval_frame as frames
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves, tree_map
@@ -40,8 +41,7 @@ from lowmem_patch.functional import (
     without_grad,
     without_torch_function,
 )
-from lowmem_patch.nn.frames import never_compiled_alone
-from lowmem_patch.nn.op import Op, refuse_bypassed, waits_for_gradient
+from lowmem_patch.nn.op import Arguments, Function, Named, Op, refuse_bypassed, waits_for_gradient
 from lowmem_patch.nn.shared_memory import (
     MADE_OUTSIDE,
     SharedMemory,
@@ -82,13 +82,8 @@ class Deferred(Tensor):
     _packer: Any = None  # who packed what autograd saves where it was made
 
     @classmethod
-    @never_compiled_alone
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Function, types: Any, args: Arguments = (), kwargs: Named | None = None
     ) -> Any:
         kwargs = kwargs or {}
         # a checkpoint may run modules again in a backward, and they need torch functions
@@ -153,6 +148,14 @@ class Deferred(Tensor):
         return plain.__reduce_ex__(protocol)
 
 
+# Behind a break of a graph torch compiles each Python function that runs as a frame of its own. The guards of
+# such a frame do not tell one ``func`` from another: what was compiled for ``logits.logsumexp(-1)`` ran for
+# ``logits / 2``, too. So this one runs as it is written, with all that it calls, where torch calls it; where
+# the compiler traces a call, it still becomes a part of the graph. A mark on code takes no time of a call.
+_ALONE = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+frames.set_code_exec_strategy(Deferred.__torch_function__.__code__, _ALONE)
+
+
 class Stored(Deferred):
     """A tensor that holds its values; see `keep`."""
 
@@ -178,11 +181,7 @@ class Unstored(Deferred):
     @classmethod
     @_disable_dynamo  # torch 2.15 compiles it as a frame of its own, behind a break of a graph
     def __torch_dispatch__(  # type: ignore[override]  # torch types it as an instance's
-        cls,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Any, types: Any, args: Arguments = (), kwargs: Named | None = None
     ) -> Any:
         kwargs = kwargs or {}
         origins: dict[int, Unstored] = {}
@@ -227,7 +226,10 @@ class Unstored(Deferred):
             if torch.is_inference_mode_enabled():  # its tensors could never be saved
                 with torch.inference_mode(False):
                     return self.read()
-            values = self.op.in_backward(self) if _is_in_gradients() else None
+            values = None
+            # in a node of a backward, and in no forward that a checkpoint runs again there
+            if backward_number() != -1 and not torch.is_grad_enabled() and packer() is None:
+                values = self.op.in_backward(self)
             if values is None:
                 with without_grad(), without_torch_function():
                     values = self.op.compute(*map(detached_of, self.sources))
@@ -255,7 +257,7 @@ class Unstored(Deferred):
     def is_changed(self) -> bool:
         value = self._value
         if in_compiler():  # made outside of its graph: readers may have written into the values
-            watched = self._memory is not None and self._memory.is_watched()
+            watched = self._memory is not None and len(self._memory.watched) > 0
             return value is not None or self._exposed or watched
         if self._memory is not None:
             self._memory.refuse_read(self)
@@ -298,11 +300,6 @@ def _call_on_values(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[s
     if args and output is not None and output is getattr(args[0], "_origin", None):
         return args[0]  # a function that returns its own input, as .to() may
     return output
-
-
-def _is_in_gradients() -> bool:
-    """Whether a node of a backward runs, and no forward that a checkpoint runs again in it."""
-    return backward_number() != -1 and not torch.is_grad_enabled() and packer() is None
 
 
 def detached_of(source: Tensor) -> Tensor:
@@ -362,12 +359,6 @@ def _is_trained(source: Tensor) -> bool:
     return whole.is_leaf and whole.requires_grad
 
 
-def _keep_values_later(made: weakref.ref[Any]) -> None:
-    """As `_keep_values`, at the end of the backward that runs: torch's checkpoint has a block run again in it
-    for what is saved, and no gradient comes to what that run made."""
-    torch.autograd.Variable._execution_engine.queue_callback(lambda: _keep_values((made,)))
-
-
 # Function.apply without its search for torch.func's wrappers, where nothing is deferred
 _defer: Any = super(torch.autograd.Function, _Defer).apply
 
@@ -384,7 +375,9 @@ def defer(op: Op, sources: tuple[Tensor, ...]) -> Unstored:
     h.op, h.sources, h._adapts, h._packer = op, sources, False, packer()
     h._versions = [source._version for source in sources]
     if op.outlives and backward_number() != -1:
-        _keep_values_later(weakref.ref(h))
+        # torch's checkpoint runs a block again for what is saved: no gradient comes to what that run made
+        made = (weakref.ref(h),)
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: _keep_values(made))
     return h
 
 

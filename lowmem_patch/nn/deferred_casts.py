@@ -19,9 +19,15 @@ class _WaitingCast(Op):
     """A cast of the one source to the dtype ``to``."""
 
     saves = False
+    reads = 1
 
     def __init__(self, to: torch.dtype) -> None:
         self.to = to
+
+    def of(self, source: Tensor) -> Deferred:
+        if in_compiler():
+            return keep(value_of(source).to(self.to), self, (source,))
+        return defer(self, (source,))
 
     def dtype(self, sources: tuple[Tensor, ...]) -> torch.dtype:
         return self.to
@@ -33,9 +39,6 @@ class _WaitingCast(Op):
         source = sources[0]
         if isinstance(source, Unstored):
             source.op.was_read(source)
-
-    def was_read(self, h: Any) -> None:
-        h.let_go()
 
     def gradients(self, dy: Tensor, *sources: Tensor) -> tuple[Tensor | None, ...]:
         return (dy,)  # autograd casts a gradient to the dtype of what it belongs to
@@ -54,19 +57,12 @@ class Cast(_WaitingCast):
         super().__init__(to)
         self.low_precision = low_precision
 
-    @classmethod
-    def of(cls, h: Deferred, dtype: torch.dtype, low_precision: bool) -> Deferred:
-        op = cls(dtype, low_precision)
-        if in_compiler():
-            return keep(h.plain().to(dtype), op, (h,))
-        return defer(op, (h,))
-
     def moved(self, h: Deferred, move: Callable[[Tensor], Tensor]) -> Any:
         source: Any = h.sources[0]
         moved = source.op.moved(source, move)
         if not isinstance(moved, Deferred):
             return NotImplemented
-        return Cast.of(moved, self.to, self.low_precision)
+        return self.of(moved)
 
     def dropped(self, h: Deferred, p: float) -> Any:
         source: Any = h.sources[0]
@@ -78,8 +74,8 @@ class Cast(_WaitingCast):
         if low is NotImplemented:
             low = F.dropout(source.plain(), p)
         if not isinstance(low, Deferred):
-            return in_low_precision(low, self.to)
-        return Cast.of(low, self.to, low_precision=True)
+            return LowPrecision(self.to).of(low)
+        return self.of(low)
 
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Any:
         source: Any = h.sources[0]
@@ -88,7 +84,7 @@ class Cast(_WaitingCast):
             return super().linear(h, to, dtype)  # the product reads what this cast has rounded
         h.was_bypassed = True
         if self.low_precision and dtype == self.to and low.itemsize < dtype.itemsize:
-            return in_low_precision(value_of(source.op.linear(source, to, low)), dtype)
+            return LowPrecision(dtype).of(value_of(source.op.linear(source, to, low)))
         return source.op.linear(source, to, dtype)
 
 
@@ -101,30 +97,23 @@ class LowPrecision(_WaitingCast):
 
     def moved(self, h: Deferred, move: Callable[[Tensor], Tensor]) -> Any:
         h.was_bypassed = True
-        return in_low_precision(move(h.sources[0]), self.to)
+        return self.of(move(h.sources[0]))
 
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Any:
         h.was_bypassed = True
         tensor = h.sources[0]
         low = tensor.dtype if dtype == self.to else dtype
         y = recast_linear(tensor, to.weight, to.bias, low, to.adapter)
-        return in_low_precision(y, dtype) if dtype == self.to else y
+        return self.of(y) if dtype == self.to else y
 
     def times(self, h: Deferred, other: Any) -> Any:
         if not isinstance(other, (int, float)):
             return NotImplemented
         h.was_bypassed = True
-        return in_low_precision(h.sources[0] * other, self.to)
+        return self.of(h.sources[0] * other)
 
     def plus(self, h: Deferred, other: Any) -> Any:
         if not isinstance(other, Tensor) or other.dtype != h.sources[0].dtype:
             return NotImplemented
         h.was_bypassed = True
         return value_of(other) + h.sources[0]
-
-
-def in_low_precision(tensor: Tensor, dtype: torch.dtype) -> Deferred:
-    """A low-precision tensor that stands for itself in high precision."""
-    if in_compiler():
-        return keep(tensor.to(dtype), LowPrecision(dtype), (tensor,))
-    return defer(LowPrecision(dtype), (tensor,))

@@ -7,7 +7,6 @@ convolution itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +26,6 @@ from lowmem_patch.reference import cast
 
 _convolution: Any = torch.ops.aten.convolution.default
 _convolution_backward: Any = torch.ops.aten.convolution_backward.default
-_NOT_TRANSPOSED = (False, (0,))  # and the padding of an output that is
 
 
 class _Call(NamedTuple):
@@ -46,7 +44,8 @@ class _Call(NamedTuple):
         """What the operators of all numbers of dimensions are given."""
         each = (self.stride, self.padding, self.dilation)
         stride, padding, dilation = ((one,) if isinstance(one, int) else one for one in each)
-        return stride, padding, dilation, *_NOT_TRANSPOSED, self.groups
+        # not transposed, so that there is no padding of the output
+        return stride, padding, dilation, False, (0,), self.groups
 
     def is_known(self, dimensions: int, dtype: torch.dtype) -> bool:
         """Whether this is one that trains, of a batch, and with settings in Python's numbers."""
@@ -77,7 +76,7 @@ class _Convolution(torch.autograd.Function):
         x: Unstored,
         weight: Tensor,
         bias: Tensor | None,
-        settings: tuple[Any, ...],
+        settings: Any,
         dtype: torch.dtype,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
@@ -112,9 +111,7 @@ _NAMES = frozenset(_Call._fields)
 _call = direct_call(_Convolution)
 
 
-def read_convolution(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def read_convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``func(*args, **kwargs)`` as one op; NotImplemented where torch's own serves, or says what is wrong."""
     x = args[0]
     if not isinstance(x, Unstored) or in_compiler() or not torch.is_grad_enabled():

@@ -13,10 +13,9 @@ from lowmem_patch.nn.chain_steps import Leaf, Step, autocast_of
 from lowmem_patch.nn.chains import Caller, Chain, Value, saved_for
 from lowmem_patch.nn.context import is_foreign, needs_gradient, unfreed
 from lowmem_patch.nn.deferred import Deferred, defer, value_of
-from lowmem_patch.nn.deferred_linears import project
 from lowmem_patch.nn.deferred_ops import Activation, Dropped
 from lowmem_patch.nn.op import Op, Projection
-from lowmem_patch.nn.stored import keep
+from lowmem_patch.nn.stored import keep, project
 
 if TYPE_CHECKING:
     from lowmem_patch.nn.norms import MSNorm
@@ -50,11 +49,9 @@ class Norm(Op):
     def dtype(self, sources: tuple[Tensor, ...]) -> torch.dtype:
         return self.to
 
-    def compute(self, *sources: Tensor) -> Tensor:
-        return self._norm(*sources)
-
-    def _norm(self, x: Tensor, *parameters: Tensor, z_dtype: torch.dtype | None = None) -> Tensor:
+    def compute(self, *sources: Tensor, z_dtype: torch.dtype | None = None) -> Tensor:
         """The norm with what the forward had."""
+        x, *parameters = sources
         given = iter(parameters)
         weight = next(given) if self.scales else None
         bias = next(given) if self.shifts else None
@@ -63,9 +60,8 @@ class Norm(Op):
     def saving_z(self, *sources: Tensor) -> Tensor:
         """The norm for a gradient: z tells it whatever gamma is, and nobody checks this one."""
         is_z = not (self.scales or self.shifts)  # the output itself
-        return self._norm(
-            *sources, z_dtype=self.to if torch.is_grad_enabled() and not is_z else None
-        )
+        z_dtype = self.to if torch.is_grad_enabled() and not is_z else None
+        return self.compute(*sources, z_dtype=z_dtype)
 
     def _read(self, x: Tensor, *parameters: Tensor) -> Tensor:
         """The norm as its Linear shall read it."""

@@ -39,10 +39,9 @@ from lowmem_patch.functional import (
 from lowmem_patch.nn import readers as readers  # fills the table of those who read these
 from lowmem_patch.nn.context import autocast_dtype
 from lowmem_patch.nn.deferred import Deferred, Stored, defer, value_of
-from lowmem_patch.nn.deferred_linears import plain_linear, read_input, saved_linear
-from lowmem_patch.nn.deferred_rows import GatheredRows, Product
+from lowmem_patch.nn.deferred_experts import GatheredRows, Product
 from lowmem_patch.nn.op import Op, Projection
-from lowmem_patch.nn.stored import attach, keep
+from lowmem_patch.nn.stored import attach, keep, plain_linear, read_input, saved_linear
 
 
 class Activation(Op):
@@ -51,8 +50,7 @@ class Activation(Op):
     Autograd saves the sources; the value is recomputed from them where a gradient needs it.
 
     Args:
-        reads: how many operators read the values before they are let go, in forward as in backward; 0: they
-            stay as long as the tensor. It is a guess: one reader more computes them again.
+        reads: as of an `Op`.
         at_once: no known reader saves the values: they are computed before one asks, in less Python, of one
             source where torch's own operator saves that, or of two (``gated``).
         gated: the values that are read are a product's.
@@ -70,11 +68,6 @@ class Activation(Op):
         self.kind, self.reads, self.weighed = kind, reads, weighed
         sources = 2 if gated else int(saves_input(kind))
         self.at_once = sources if at_once else 0
-
-    def was_read(self, h: Any) -> None:
-        h._times_read += 1
-        if self.reads and h._times_read % self.reads == 0:
-            h.let_go()
 
     def of(self, sources: tuple[Tensor, ...]) -> Deferred:
         """The deferred value."""

@@ -45,7 +45,6 @@ from lowmem_patch.functional import (
     without_torch_function,
 )
 from lowmem_patch.nn.adapters import forward_as_one
-from lowmem_patch.nn.attention_in_graph import AttentionInGraph
 from lowmem_patch.nn.context import (
     autocast_dtype,
     is_foreign,
@@ -54,14 +53,14 @@ from lowmem_patch.nn.context import (
     trains_here,
 )
 from lowmem_patch.nn.deferred import Deferred, Stored, Unstored, value_of
-from lowmem_patch.nn.deferred_linears import project
 from lowmem_patch.nn.deferred_ops import saved_copy
 from lowmem_patch.nn.gamma_checks import RATIO_IN_BITS, SHIFT_IN_BITS
 from lowmem_patch.nn.gammas import check_gammas
-from lowmem_patch.nn.modes import ForwardMode, has_foreign_mode, under_mode
+from lowmem_patch.nn.modes import AttentionInGraph, ForwardMode, has_foreign_mode, under_mode
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.op import Projection
 from lowmem_patch.nn.own import Own, give_forward_around, inner_forward
+from lowmem_patch.nn.stored import project
 from lowmem_patch.nn.watched import Watched
 from lowmem_patch.tracing.op_roles import Role, names_with
 

@@ -56,11 +56,9 @@ def forward_head(
 
 
 def _waits(module: nn.Module, reads: HeadReads, x: Any) -> bool:
-    if not trains_here():
+    if not trains_here() or has_hooks(module):
         return False
-    if has_hooks(module):
-        return False
-    if not isinstance(x, Tensor) or (is_foreign(x) and not isinstance(x, Deferred)) or not x.dim():
+    if (is_foreign(x) and not isinstance(x, Deferred)) or not x.dim():
         return False
     if not holds_weights(module):
         reads.not_deferred = FREED

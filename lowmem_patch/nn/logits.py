@@ -24,22 +24,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lowmem_patch.functional import Head, flat, in_compiler, wide, without_autocast
 from lowmem_patch.nn.context import is_freed
 from lowmem_patch.nn.deferred import Deferred, defer, value_of
-from lowmem_patch.nn.op import Op
+from lowmem_patch.nn.op import Arguments, Function, Named, Op
 from lowmem_patch.nn.shared_memory import SharedMemory
 from lowmem_patch.nn.traced import trace
 from lowmem_patch.nn.trained_weights import TrainedWeights
 from lowmem_patch.tracing.op_roles import Role, function_name, role_of
 from lowmem_patch.tracing.row_moves import moves_rows
 
-_STALE = (
-    "lowmem_patch: these logits were not computed before the weight of their head, its input, or a bias that "
-    "was added to them, was written (by an optimizer's step): read them, or a clone of them, before that, or "
-    "patch with head: keep"
-)
-_VIEWED = (
-    "lowmem_patch: logits were written in place while others that share their memory (a view, a slice, a "
-    "detached tensor) are held, and would not see it: write into a clone, or patch with head: keep"
-)
 _FREED = (
     "lowmem_patch: the weight of a head was freed before its logits were read (FSDP and ZeRO free weights "
     "after a forward): compute the loss inside the model's forward, or keep the weights of the root "
@@ -73,9 +64,8 @@ class HeadReads:
         worth it where the last steps ignored many."""
         if not labels.is_cuda:
             return True
-        if isinstance(labels, FakeTensor):
-            return False  # there are no values, and nothing to wait for
-        if torch.cuda.is_current_stream_capturing():
+        # of a fake tensor there are no values, and nothing to wait for
+        if isinstance(labels, FakeTensor) or torch.cuda.is_current_stream_capturing():
             return False
         if self._pending is not None and self._pending[1].query():
             self.ignored, self._pending = float(self._pending[0]), None
@@ -122,16 +112,26 @@ class Logits(Op):
     ``[V, r]``.
 
     Args:
-        reads: where to note who reads them whole.
+        head_reads: where to note who reads them whole.
         settings: which sources there are, and what is done with their product.
         weights: those of the sources that train; None under a compiler.
     """
 
+    written_source = (
+        "lowmem_patch: these logits were not computed before the weight of their head, its input, or a bias "
+        "that was added to them, was written (by an optimizer's step): read them, or a clone of them, before "
+        "that, or patch with head: keep"
+    )
+    written_view = (
+        "lowmem_patch: logits were written in place while others that share their memory (a view, a slice, a "
+        "detached tensor) are held, and would not see it: write into a clone, or patch with head: keep"
+    )
+
     def __init__(
-        self, reads: HeadReads, settings: Sequence[Any], weights: TrainedWeights | None = None
+        self, head_reads: HeadReads, settings: Sequence[Any], weights: TrainedWeights | None = None
     ) -> None:
         settings = Settings(*settings)
-        self.reads, self.settings, self.weights = reads, settings, weights
+        self.head_reads, self.settings, self.weights = head_reads, settings, weights
         self.compute_dtype, self.to, self.bias, self.adapter = settings[:4]
         self.scale, self.cap, self.sign, self.normalised = settings[4:8]
         self.lead, self.second = settings[8:10]
@@ -139,29 +139,26 @@ class Logits(Op):
 
     def changed(self, **settings: Any) -> Logits:
         """Other values of the same product, or the same in another order."""
-        return Logits(self.reads, self.settings._replace(**settings), self.weights)
+        return Logits(self.head_reads, self.settings._replace(**settings), self.weights)
 
     def of(self, sources: tuple[Tensor, ...]) -> Deferred:
         """The deferred logits."""
         if in_compiler():
             # an ordinary tuple: of a named one the compiler of torch 2.11 returns an empty one
-            return trace(Logits, (self.reads, (*self.settings,)), sources)
+            return trace(Logits, (self.head_reads, (*self.settings,)), sources)
         h = defer(self, sources)
         SharedMemory.of(h)  # for a compiled function to which these may be given
         return h
 
     def head(self, sources: tuple[Tensor, ...]) -> Head:
         """The sources as the ops read them."""
-        x, weight = sources[:2]
-        rest = list(sources[2:])
+        x, weight, *rest = sources
         bias = rest.pop(0) if self.bias else None
         low, lora_B = rest if self.adapter else (None, None)
         if not in_compiler() and ((weight.numel() and is_freed(weight)) or weight.dim() != 2):
             raise RuntimeError(_FREED)
         dtypes = (self.compute_dtype, self.sum_dtype)
         return Head(x, weight, bias, low, lora_B, self.scale, self.cap, *dtypes)
-
-    written_source, written_view = _STALE, _VIEWED
 
     # as an op
 
@@ -183,7 +180,7 @@ class Logits(Op):
         return self.weights is not None and self.weights.are_others()
 
     def note_reader(self, name: str) -> None:
-        self.reads.whole[name] += 1
+        self.head_reads.whole[name] += 1
 
     def _product(self, sources: tuple[Tensor, ...]) -> Tensor:
         """a, ``[rows, V]``."""
@@ -228,11 +225,8 @@ class Logits(Op):
             dtype, x, low = self.compute_dtype, flat(head.x), head.low
             d_bias = [d_a.sum(0)] if self.bias else []
             d_a = d_a.to(dtype)
-            found: list[Tensor | None] = [
-                (d_a @ head.weight.to(dtype)).view(sources[0].shape),
-                d_a.t() @ x.to(dtype),
-                *d_bias,
-            ]
+            d_x = (d_a @ head.weight.to(dtype)).view(sources[0].shape)
+            found = [d_x, d_a.t() @ x.to(dtype), *d_bias]
             if low is not None and head.lora_B is not None:
                 found.append((d_a @ head.lora_B.to(dtype)).view(low.shape))
                 found.append(d_a.t() @ flat(low).to(dtype))
@@ -240,36 +234,27 @@ class Logits(Op):
 
     # readers
 
-    def rows(
-        self, h: Deferred, move: Callable[[Tensor], Any], **settings: Any
+    def _in_rows(self, tensor: Tensor) -> Tensor:
+        """x or low in the dimensions of the logits."""
+        return tensor if self.lead is None else tensor.reshape(*self.lead, tensor.shape[-1])
+
+    def _moved_rows(
+        self, h: Deferred, move: Callable[[Tensor], Any]
     ) -> Deferred | tuple[Deferred, ...]:
         """The logits of moved rows, or of each part of rows that ``move`` takes apart."""
         h.was_bypassed = True
-        x, *rest = h.sources
-        if self.lead is not None:
-            lead, given = self.lead, move
-            settings["lead"] = None
+        op, (x, *rest) = self.changed(lead=None), h.sources
+        moved = move(self._in_rows(x))
+        low = move(self._in_rows(rest[-2])) if self.adapter else None
 
-            def move(tensor: Tensor) -> Any:
-                return given(tensor.reshape(*lead, tensor.shape[-1]))
+        def of(x: Tensor, low: Tensor | None) -> Deferred:
+            return op.of((x, *rest) if low is None else (x, *rest[:-2], low, rest[-1]))
 
-        places = [len(rest) - 2] if self.adapter else []  # of low
-        moved_x, moved_low = move(x), [move(rest[place]) for place in places]
-        op = self.changed(**settings)
-        if isinstance(moved_x, Tensor):
-            for place, low in zip(places, moved_low, strict=True):
-                rest[place] = low
-            return op.of((moved_x, *rest))
-        parts = []
-        for number, part in enumerate(moved_x):
-            for place, low in zip(places, moved_low, strict=True):
-                rest[place] = low[number]
-            parts.append(op.of((part, *rest)))
-        return tuple(parts)
+        if isinstance(moved, Tensor):
+            return of(moved, low)
+        return tuple(map(of, moved, low or (None,) * len(moved)))
 
-    def rearranged(
-        self, h: Deferred, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def rearranged(self, h: Deferred, func: Function, args: Arguments, kwargs: Named) -> Any:
         if self.second:
             return NotImplemented
         role, rest = role_of(function_name(func)), args[1:]
@@ -277,9 +262,7 @@ class Logits(Op):
             return self._reshaped(h, func, rest, kwargs)
         if role.has(Role.INDEX) and (chosen := _class_slice(rest[0], h.dim())):
             return self._of_classes(h, func, *chosen)
-        x = h.sources[0]
-        if self.lead is not None:
-            x = x.reshape(*self.lead, x.shape[-1])
+        x = self._in_rows(h.sources[0])
         try:
             moved = func(x, *rest, **kwargs)
         except (IndexError, RuntimeError, TypeError, ValueError):
@@ -287,18 +270,15 @@ class Logits(Op):
         if moved is x or role.has(Role.CONTIGUOUS):
             return h
         if moves_rows(func, (x, *rest), kwargs, x, moved):
-            return self.rows(h, lambda t: func(t, *rest, **kwargs))
+            return self._moved_rows(h, lambda tensor: func(tensor, *rest, **kwargs))
         if role.has(Role.TRANSPOSE | Role.PERMUTE) and h.dim() > 2:
-            differing = tuple(range(2, 2 + h.dim()))
-            like = torch.empty(differing, device="meta")
+            like = torch.empty(tuple(range(2, 2 + h.dim())), device="meta")  # no two are alike
             if func(like, *rest, **kwargs).stride() == like.movedim(-1, 1).stride():
                 h.was_bypassed = True
                 return self.changed(second=True).of(h.sources)
         return NotImplemented
 
-    def _reshaped(
-        self, h: Deferred, func: Callable[..., Any], rest: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _reshaped(self, h: Deferred, func: Function, rest: Arguments, kwargs: Named) -> Any:
         """Rows in other dimensions; x stays as it is, since a slice of it would have to be copied."""
         if rest and isinstance(rest[0], torch.dtype):
             return NotImplemented  # another reading of the same bits
@@ -310,12 +290,9 @@ class Logits(Op):
         h.was_bypassed = True
         return self.changed(lead=tuple(shape[:-1])).of(h.sources)
 
-    def _of_classes(
-        self, h: Deferred, func: Callable[..., Any], rows: tuple[Any, ...], classes: slice
-    ) -> Any:
+    def _of_classes(self, h: Deferred, func: Function, rows: Arguments, classes: slice) -> Any:
         """Some classes of rows: those of a vocabulary without its padding."""
-        none = not len(range(h.shape[-1])[classes])
-        if self.normalised or none:
+        if self.normalised or not len(range(h.shape[-1])[classes]):
             return NotImplemented  # a log_softmax is one over all classes
         moved = self.rearranged(h, func, (h, rows), {})
         if not isinstance(moved, Deferred):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -64,14 +65,6 @@ def _reader(reader: Reader, like: Callable[..., Any]) -> Callable[..., Any]:
     return read
 
 
-def _read_cross_entropy(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
-    return NotImplemented if op.normalised else _loss(op, h, given)
-
-
-def _read_nll(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
-    return _loss(op, h, given) if op.normalised and op.sign == 1 else NotImplemented
-
-
 def _labels(op: Logits, h: Deferred, given: dict[str, Any]) -> Labels | None:
     """Labels of classes for every row, None where they are anything else."""
     target, weight = given["target"], given["weight"]
@@ -97,7 +90,10 @@ def _fits(weight: Tensor, h: Deferred) -> bool:
     return same and placed and not weight.requires_grad
 
 
-def _loss(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
+def _read_loss(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
+    """Of `F.cross_entropy`, or of `F.nll_loss`, which knows no label smoothing, and reads a log_softmax."""
+    if op.normalised == ("label_smoothing" in given) or op.sign != 1:
+        return NotImplemented
     labels, reduction = _labels(op, h, given), given["reduction"]
     legacy = given["size_average"] is not None or given["reduce"] is not None
     if labels is None or legacy or reduction not in ("mean", "sum", "none"):
@@ -106,34 +102,34 @@ def _loss(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
     head, target = op.head(h.sources), labels.target
     assert target is not None
     waits = reduction != "none" and not in_compiler()
-    selects = waits and op.reads.selects(target, labels.ignore_index)
+    selects = waits and op.head_reads.selects(target, labels.ignore_index)
     loss = linear_cross_entropy(head, labels, reduction, selects=selects)
     if reduction == "none":
         loss = loss.view(op.rows_shape(h.sources))
-    return loss.to(
-        _result_dtype(F.cross_entropy, h, torch.zeros(1, dtype=torch.int64, device=h.device))
-    )
+    return loss.to(_result_dtype(_mean_loss, h))
+
+
+def _mean_loss(logits: Tensor) -> Tensor:
+    return F.cross_entropy(logits, logits.new_zeros(1, dtype=torch.int64))
 
 
 def _result_dtype(func: Callable[..., Any], h: Tensor, *rest: Any) -> torch.dtype:
     """The dtype that a torch function of logits gives: autocast computes some of them in float32."""
-    device = h.device.type
-    if not torch.is_autocast_enabled(device):
+    device = h.device
+    if not torch.is_autocast_enabled(device.type):
         return h.dtype
-    if in_compiler():
-        return _asked_dtype(func, h, *rest)
-    key = (func, device, h.dtype, torch.get_autocast_dtype(device))
-    if key not in _DTYPES:
-        _DTYPES[key] = _asked_dtype(func, h, *rest)
-    return _DTYPES[key]
+    asked = _asked_dtype if in_compiler() else _known_dtype
+    return asked(func, device, h.dtype, torch.get_autocast_dtype(device.type), *rest)
 
 
-def _asked_dtype(func: Callable[..., Any], h: Tensor, *rest: Any) -> torch.dtype:
-    dtype: torch.dtype = func(torch.zeros(1, 2, dtype=h.dtype, device=h.device), *rest).dtype
-    return dtype
+def _asked_dtype(
+    func: Callable[..., Any], device: torch.device, dtype: torch.dtype, _: torch.dtype, *rest: Any
+) -> torch.dtype:
+    made: Tensor = func(torch.zeros(1, 2, dtype=dtype, device=device), *rest)
+    return made.dtype
 
 
-_DTYPES: dict[Any, torch.dtype] = {}
+_known_dtype = cache(_asked_dtype)
 
 
 def _is_last(h: Tensor, dim: Any) -> bool:
@@ -204,9 +200,8 @@ def _read_sum(op: Logits, h: Deferred, given: dict[str, Any]) -> Any:
         return NotImplemented
     h.was_bypassed = True
     head = op.head(h.sources)
-    labels = Labels(
-        torch.zeros(flat(head.x).shape[0], dtype=torch.int64, device=h.device), None, _NO_CLASS, 1.0
-    )
+    classes = torch.zeros(flat(head.x).shape[0], dtype=torch.int64, device=h.device)
+    labels = Labels(classes, None, _NO_CLASS, 1.0)
     found = linear_cross_entropy(head, labels, "none") * (-op.sign * h.shape[-1])
     found = found.view(h.shape[:-1]).to(op.to if given["dtype"] is None else given["dtype"])
     return found.unsqueeze(-1) if given["keepdim"] else found
@@ -271,8 +266,8 @@ READERS.update(
 )
 READERS.update((name, _read_parts) for name in names_with(Role.SELECT | Role.SPLIT))
 READERS["__iter__"] = _read_iter
-READERS["cross_entropy"] = _reader(_read_cross_entropy, F.cross_entropy)
-READERS["nll_loss"] = _reader(_read_nll, F.nll_loss)
+READERS["cross_entropy"] = _reader(_read_loss, F.cross_entropy)
+READERS["nll_loss"] = _reader(_read_loss, F.nll_loss)
 READERS["sum"] = _reader(_read_sum, lambda input, dim=None, keepdim=False, dtype=None: None)
 READERS["tanh"] = _reader(_read_tanh, lambda input: None)
 READERS["detach"] = _reader(_read_detach, lambda input: None)

@@ -11,10 +11,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lowmem_patch.functional import ActivationKind, ExpertWeight, LowRank, recast_linear
+from lowmem_patch.functional import LowRank, recast_linear
 
 if TYPE_CHECKING:
     from lowmem_patch.nn.deferred import Deferred
+
+
+# a torch function, and the arguments of a call
+Function = Callable[..., Any]
+Arguments = tuple[Any, ...]
+Named = dict[str, Any]
 
 
 class Projection(NamedTuple):
@@ -45,6 +51,8 @@ class Op:
         elementwise: a view of the value is computed from views of the sources.
         holds: it needs them, and no reader saves them: they are held while the deferred tensor lives.
         outlives: it may be read after the backward, when an optimizer has written into a source.
+        reads: how many operators read the values before they are let go, in forward as in backward; 0: they
+            stay as long as the tensor. It is a guess: one reader more computes them again.
         past: weak references to deferred tensors of the same sources whose gradient goes past them to this.
     """
 
@@ -63,6 +71,7 @@ class Op:
     holds = False
     elementwise = False
     outlives = False
+    reads = 0
     past: tuple[weakref.ref[Any], ...] = ()
 
     def dtype(self, sources: tuple[Tensor, ...]) -> torch.dtype:
@@ -101,23 +110,9 @@ class Op:
         """The projection of ``h`` computed in ``dtype``, which saves as little as possible."""
         return recast_linear(h.plain(), to.weight, to.bias, dtype, to.adapter)
 
-    def moved(self, h: Deferred, move: Callable[[Tensor], Tensor]) -> Any:
-        """``h`` behind a row move, or NotImplemented."""
-        return NotImplemented
-
-    def rearranged(
-        self, h: Deferred, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def rearranged(self, h: Deferred, func: Function, args: Arguments, kwargs: Named) -> Any:
         """What a function that may only move rows returns, where the sources have other rows than ``h``."""
         return None
-
-    def gathered(self, h: Deferred, index: Tensor) -> Any:
-        """``h[index]``: the rows of these numbers."""
-        return NotImplemented
-
-    def cast(self, h: Deferred, dtype: torch.dtype) -> Any:
-        """``h`` in another floating dtype; NotImplemented for a cast that waits by itself."""
-        return NotImplemented
 
     def is_outdated(self) -> bool:
         """Whether somebody wrote into a source without a trace."""
@@ -131,6 +126,10 @@ class Op:
 
     def was_read(self, h: Any) -> None:
         """An operator has read the values of ``h``, an `Unstored`."""
+        if self.reads:
+            h._times_read += 1
+            if h._times_read % self.reads == 0:
+                h.let_go()
 
     def was_used(self, h: Any) -> None:
         """A function that is no known reader has read ``h``."""
@@ -139,37 +138,24 @@ class Op:
         """A function that gives the value again, and the tensors that autograd saves for it; or None."""
         return None
 
-    def grouped(
-        self, h: Deferred, func: Callable[..., Any], weight: ExpertWeight, offsets: Tensor | None
-    ) -> Any:
-        """The product of ``h`` with weights of three dimensions, by torch's grouped_mm or bmm."""
-        return NotImplemented
-
-    def dropped(self, h: Deferred, p: float) -> Any:
-        return NotImplemented
-
-    def times(self, h: Deferred, other: Any) -> Any:
-        return NotImplemented
-
-    def squared(self, h: Deferred) -> Any:
-        return NotImplemented
-
-    def activated(self, h: Deferred, kind: ActivationKind, reads: int, in_place: bool) -> Any:
-        """``act(h)``, whose values ``reads`` operators read; ``in_place``: who has ``h`` reads it there."""
-        return NotImplemented
-
-    def plus(self, h: Deferred, other: Any) -> Any:
-        return NotImplemented
-
-    def added(self, h: Deferred, other: Any) -> Any:
-        """``h.add_(other)``."""
-        return NotImplemented
-
-    def matmul(self, h: Deferred, right: Any) -> Any:
-        return NotImplemented
-
     def written_unseen(self, h: Deferred) -> None:
         """Somebody may be about to write into ``h`` without a trace (``.data``)."""
+
+    def _unknown(self, h: Deferred, *given: Any, **named: Any) -> Any:
+        return NotImplemented
+
+    # what further known readers ask: each gives what a function makes of h, or NotImplemented
+    moved = _unknown  # (h, move): behind a row move
+    gathered = _unknown  # (h, index): h[index], the rows of these numbers
+    cast = _unknown  # (h, dtype); NotImplemented for a cast that waits by itself
+    grouped = _unknown  # (h, func, weight, offsets): times an `ExpertWeight`, by grouped_mm or bmm
+    dropped = _unknown  # (h, p)
+    times = _unknown  # (h, other)
+    squared = _unknown  # (h)
+    plus = _unknown  # (h, other)
+    added = _unknown  # (h, other): h.add_(other)
+    matmul = _unknown  # (h, right)
+    activated = _unknown  # (h, kind, reads, in_place): act(h); in_place: who has h reads it there
 
 
 _NO_GRADIENT = (

@@ -14,12 +14,17 @@ import torch
 from torch import Tensor
 
 from lowmem_patch.functional import in_compiler
-from lowmem_patch.nn.context import autocast_dtype, is_foreign, product_dtype, to_save
+from lowmem_patch.nn.context import is_foreign, product_dtype, to_save
 from lowmem_patch.nn.deferred import READERS, Deferred, Unstored, value_of
 from lowmem_patch.nn.deferred_casts import Cast
 from lowmem_patch.nn.deferred_convolutions import read_convolution
-from lowmem_patch.nn.deferred_weights import AdaptedWeight, adapted_linear, multiplied, weight_of
-from lowmem_patch.nn.op import Op, Projection
+from lowmem_patch.nn.deferred_experts import (
+    AdaptedWeight,
+    adapted_linear,
+    read_batched,
+    read_grouped,
+)
+from lowmem_patch.nn.op import Arguments, Function, Named, Op, Projection
 from lowmem_patch.nn.traced import join
 from lowmem_patch.tracing.call_arguments import (
     are_row_numbers,
@@ -65,34 +70,6 @@ def _read_addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return _project(h, weight.t(), bias)
 
 
-def _read_grouped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given = {key: item for key, item in kwargs.items() if item is not None}
-    if len(args) != 2 or set(given) != {"offs"}:
-        return NotImplemented
-    return _multiplied(func, *args, given["offs"])
-
-
-def _read_batched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if len(args) != 2 or kwargs:
-        return NotImplemented
-    dtype = autocast_dtype(args[0].device.type, args[0].dtype)
-    if dtype is not None and not dtype == args[0].dtype == args[1].dtype:
-        return NotImplemented  # a product of casts
-    return _multiplied(func, *args, None)
-
-
-def _multiplied(func: Any, x: Any, weight: Any, offsets: Any) -> Any:
-    """The product with weights of experts, by ``func``."""
-    whole = weight_of(weight)
-    if whole is None or whole.weight.dim() != 3 or not torch.is_grad_enabled():
-        return NotImplemented
-    found = x.op.grouped(x, func, whole, offsets) if _reads(x) else NotImplemented
-    if found is not NotImplemented or whole.left is None:
-        return found
-    x = value_of(x)
-    return NotImplemented if is_foreign(x) else multiplied(func, x, whole, offsets)
-
-
 def _read_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     p, in_place = dropout_call(args, kwargs)
     h = args[0]
@@ -104,33 +81,25 @@ def _read_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return h.op.dropped(h, p) if waits and _reads(h) else NotImplemented
 
 
-def _read_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    pair = _operands(args, kwargs)
-    if pair is None or type(pair[0].op).times is Op.times:
-        return NotImplemented
-    return pair[0].op.times(*pair) if _reads(pair[0]) else NotImplemented
+def _reader_of_two(name: str) -> Callable[..., Any]:
+    """Of a function of two operands, by the op's method of this name, which gets the deferred one first."""
 
+    def read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(args) != 2 or kwargs:
+            return NotImplemented
+        h, other = args if isinstance(args[0], Deferred) else args[::-1]
+        # a residual reads a norm's output at each layer
+        if getattr(type(h.op), name) is getattr(Op, name) or not _reads(h):
+            return NotImplemented
+        return getattr(h.op, name)(h, other)
 
-def _read_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    pair = _operands(args, kwargs)
-    if (
-        pair is None or type(pair[0].op).plus is Op.plus
-    ):  # a residual reads a norm's output at each layer
-        return NotImplemented
-    return pair[0].op.plus(*pair) if _reads(pair[0]) else NotImplemented
+    return read
 
 
 def _read_sum_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if len(args) != 2 or kwargs or in_compiler() or not _reads(args[0]):
         return NotImplemented
     return args[0].op.added(*args)
-
-
-def _operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Deferred, Any] | None:
-    """The deferred one of two operands, and the other; None where they are given by name."""
-    if len(args) != 2 or kwargs:
-        return None
-    return (args[0], args[1]) if isinstance(args[0], Deferred) else (args[1], args[0])
 
 
 def _read_matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -165,7 +134,7 @@ def _read_cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if dtype == h.dtype:
         return h
     found = h.op.cast(h, dtype)
-    return Cast.of(h, dtype, h._adapts) if found is NotImplemented else found
+    return Cast(dtype, h._adapts).of(h) if found is NotImplemented else found
 
 
 def _read_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -184,13 +153,7 @@ def _read_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _moved(h, given, func, rest, kwargs)
 
 
-def _moved(
-    h: Deferred,
-    given: Callable[..., Any],
-    func: Callable[..., Any],
-    rest: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def _moved(h: Deferred, given: Function, func: Function, rest: Arguments, kwargs: Named) -> Any:
     """``given(h, *rest)``, which ``func`` does to what h is computed from."""
     like: Any = h
     while isinstance(like, Unstored) and not like.held:  # what it is computed from
@@ -212,9 +175,7 @@ def _moved(
     return join(h.op.moved(h, move), h, given, (h, *rest), kwargs)
 
 
-def _views(
-    h: Deferred, func: Callable[..., Any], rest: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool:
+def _views(h: Deferred, func: Function, rest: Arguments, kwargs: Named) -> bool:
     """Whether a function gives all that an elementwise op is computed from rows of another length (the heads
     of an attention become one), and copies none of it."""
     if in_compiler() or not h.op.elementwise or not role_of(function_name(func)).has(Role.RESHAPE):
@@ -280,17 +241,12 @@ def _get(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     elif attribute is Tensor.grad_fn:
         h._node_given = True
     elif attribute is Tensor.grad:
-        _refuse_missed_gradient(h)
+        # of backward(inputs=[h]), which asks nobody. Where it left none, torch warns that this is no leaf
+        if h.was_bypassed and h.op.may_be_bypassed and h.grad is not None:
+            raise RuntimeError(_PASSED_ON.format(name="retain_grad"))
     elif attribute is Tensor.mT or (attribute is Tensor.T and h.dim() == 2):
         return _read_transposed(func, args, kwargs)
     return NotImplemented
-
-
-def _refuse_missed_gradient(h: Deferred) -> None:
-    """Raise where ``backward(inputs=[h])``, which asks nobody, left a part of a gradient. Where it left none,
-    torch warns that this is no leaf."""
-    if h.was_bypassed and h.op.may_be_bypassed and h.grad is not None:
-        raise RuntimeError(_PASSED_ON.format(name="retain_grad"))
 
 
 def _read_transposed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -317,13 +273,13 @@ _MOVES = (
     | Role.PAD | Role.INDEX
 )  # fmt: skip
 _BY_ROLE: tuple[tuple[Role, Callable[..., Any]], ...] = (
-    (Role.GROUPED_MATMUL, _read_grouped),
-    (Role.BATCHED_MATMUL, _read_batched),
+    (Role.GROUPED_MATMUL, read_grouped),
+    (Role.BATCHED_MATMUL, read_batched),
     (Role.CONVOLUTION, read_convolution),
     (Role.DROPOUT, _read_dropout),
-    (Role.PRODUCT, _read_product),
+    (Role.PRODUCT, _reader_of_two("times")),
     (Role.POWER, _read_power),
-    (Role.SUM, _read_sum),
+    (Role.SUM, _reader_of_two("plus")),
     (Role.MATMUL, _read_matmul),
     (Role.CAST, _read_cast),
     (_MOVES, _read_rows),

@@ -7,7 +7,6 @@ it comes through a view of torch's own, the others are refused when they are rea
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch._compile import _disable_dynamo  # as torch.compiler.disable, without
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lowmem_patch.nn.op import Arguments, Named
 from lowmem_patch.tracing.op_roles import REARRANGES, SELECTS, Role, function_name, names_with
 
 MADE_OUTSIDE = (
@@ -31,7 +31,8 @@ class SharedMemory:
 
     def __init__(self) -> None:
         self._members: Any = WeakIdKeyDictionary()
-        self._watched: list[tuple[Tensor, int]] = []
+        # views of torch's own that were given, through which somebody may write, and their versions then
+        self.watched: list[tuple[Tensor, int]] = []
 
     @classmethod
     def of(cls, h: Any) -> SharedMemory:
@@ -52,13 +53,9 @@ class SharedMemory:
 
     def refuse_read(self, h: Any) -> None:
         """Raise where somebody wrote through a view that torch made of another one."""
-        for watch, version in self._watched:
+        for watch, version in self.watched:
             if watch._version != version and watch is not h._watch:
                 raise RuntimeError(h.op.written_view)
-
-    def is_watched(self) -> bool:
-        """Whether a view of torch's own was given, through which somebody may have written."""
-        return len(self._watched) > 0
 
     @_disable_dynamo  # which would compile it as a frame of its own, behind a break of a graph
     def watch(self, h: Any) -> None:
@@ -71,12 +68,10 @@ class SharedMemory:
                 torch._C._DisableTorchDispatch(),
             ):
                 h._watch = torch.ops.aten.detach(h)
-            self._watched.append((h._watch, h._watch._version))
+            self.watched.append((h._watch, h._watch._version))
 
 
-def written_arguments(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: type[Any]
-) -> list[Any]:
+def written_arguments(func: Any, args: Arguments, kwargs: Named, kind: type[Any]) -> list[Any]:
     """The tensors of a kind into which an operator writes; raises where others would not see it."""
     schema = func._schema
     given = dict(zip((one.name for one in schema.arguments), args, strict=False)) | kwargs
@@ -99,9 +94,7 @@ def effects_of(func: Any) -> tuple[bool, bool]:
     return schema.is_mutable, any(one.alias_info is not None for one in schema.returns)
 
 
-def open_written(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], kind: type[Any]
-) -> None:
+def open_written(func: Any, args: Arguments, kwargs: Named, kind: type[Any]) -> None:
     """Open the tensors of a kind into which a torch function writes, or of which it may give a view."""
     name, writes = function_name(func), True
     items: Any = ()

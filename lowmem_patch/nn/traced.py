@@ -13,7 +13,6 @@ recipe.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch._compile import _disable_dynamo
 
 from lowmem_patch.functional import compilers_output, is_written, placeholder
 from lowmem_patch.nn.deferred import Deferred, Unstored, defer
-from lowmem_patch.nn.op import Op
+from lowmem_patch.nn.op import Arguments, Function, Named, Op
 from lowmem_patch.nn.shared_memory import MADE_OUTSIDE, SharedMemory
 from lowmem_patch.tracing.op_roles import Role, function_name, names_with
 
@@ -123,9 +122,7 @@ def trace(kind: type[Op], arguments: tuple[Any, ...], sources: tuple[Tensor, ...
     return h  # type: ignore[no-any-return]  # as_subclass has no types
 
 
-def join(
-    found: Any, h: Deferred, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def join(found: Any, h: Deferred, func: Function, args: Arguments, kwargs: Named) -> Any:
     """``found``, which ``func`` gave of ``h``: a deferred tensor or several, in the memory of h."""
     if found is h or found is NotImplemented:
         return found

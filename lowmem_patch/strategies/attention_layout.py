@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lowmem_patch.config import PatchConfig
-from lowmem_patch.nn.forward_modes import HeadsLastQueries, has_heads_first
-from lowmem_patch.nn.modes import run_under
+from lowmem_patch.nn.modes import HeadsLastQueries, has_heads_first, run_under
 from lowmem_patch.nn.own import has_foreign_forward
 from lowmem_patch.strategies.protocol import Change, Facts, Found
 from lowmem_patch.strategies.rotary import rotating

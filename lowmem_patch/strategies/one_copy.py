@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch.config import PatchConfig
-from lowmem_patch.nn.copies import keep_matrix, keep_weight
+from lowmem_patch.nn.copies import keep_matrix, keep_weight, share_casts
 from lowmem_patch.nn.own import (
     Own,
     has_foreign_forward,
     is_compiled_function,
     runs_class_forward,
 )
-from lowmem_patch.nn.shared_casts import share_casts
 from lowmem_patch.strategies.lora import adapter_layers, saved_by_norms, trains
 from lowmem_patch.strategies.protocol import Change, Facts, Found, hook_behind
 from lowmem_patch.strategies.scales import scaled_outputs

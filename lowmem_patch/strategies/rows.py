@@ -10,8 +10,7 @@ from collections import Counter
 
 from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.copies import keep_rows
-from lowmem_patch.nn.forward_modes import GatherBiases, GatherUnsaved
-from lowmem_patch.nn.modes import run_under
+from lowmem_patch.nn.modes import GatherBiases, GatherUnsaved, run_under
 from lowmem_patch.strategies.activations import are_weighed, next_to_nothing
 from lowmem_patch.strategies.protocol import Change, Facts, Found, forward_obstacle, hook_before
 from lowmem_patch.tracing.call_arguments import are_row_numbers, gather_call

@@ -11,8 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from lowmem_patch.nn.activations import PackedDropout
-from lowmem_patch.nn.forward_modes import CallInstead
-from lowmem_patch.nn.modes import run_under
+from lowmem_patch.nn.modes import CallInstead, run_under
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.own import PLACED, Own, align_as, is_compiled_function
 from lowmem_patch.strategies.protocol import Patch, Target

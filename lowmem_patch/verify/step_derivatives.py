@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from lowmem_patch import reference
 from lowmem_patch.constants import STEP_TABLES
-from lowmem_patch.nn.forward_modes import CallInstead
-from lowmem_patch.nn.modes import run_under
+from lowmem_patch.nn.modes import CallInstead, run_under
 from lowmem_patch.tracing.call_arguments import CalledFunction
 
 

@@ -16,8 +16,8 @@ from lowmem_patch.functional import LowRank, activation, activation_linear, acti
 from lowmem_patch.functional._implementation import module
 from lowmem_patch.functional._ownership import TELLS_HOLDERS
 from lowmem_patch.functional.products_backward import linear_backward
-from lowmem_patch.nn.deferred_linears import project
 from lowmem_patch.nn.deferred_ops import Activation, Projection
+from lowmem_patch.nn.stored import project
 from tests.ops.conftest import INTERPRETED, Backend, part
 from tests.support.live import LiveBytes
 

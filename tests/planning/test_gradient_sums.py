@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lowmem_patch import patch_model, patch_report
 from lowmem_patch.memory import run_step
-from lowmem_patch.nn.deferred_rows import GatheredRows
+from lowmem_patch.nn.deferred_experts import GatheredRows
 from lowmem_patch.planning.fit_report import FitReport
 from lowmem_patch.tracing.fake_mode import make_fake_mode
 from lowmem_patch.tracing.inputs import ExampleInputs

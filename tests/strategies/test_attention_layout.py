@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from lowmem_patch import PatchReport, patch_model, patch_report, saved_bytes
-from lowmem_patch.nn.forward_modes import has_heads_first
+from lowmem_patch.nn.modes import has_heads_first
 from lowmem_patch.strategies.attention_layout import _saves_once
 from lowmem_patch.tracing.categories import Saver
 from lowmem_patch.tracing.trace import Op

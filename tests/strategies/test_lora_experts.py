@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from lowmem_patch import patch_model, patch_report, saved_bytes, unpatch_model
 from lowmem_patch.nn.deferred import defer
-from lowmem_patch.nn.deferred_rows import GatheredRows
-from lowmem_patch.nn.deferred_weights import AdaptedWeight
+from lowmem_patch.nn.deferred_experts import AdaptedWeight, GatheredRows
 from tests.support.judge import assert_accurate, assert_close, assert_equal
 from tests.support.models import randomise
 from tests.support.step import BF16, FP32, MODES, Mode, Step, cast, step, truth_of, twin_of

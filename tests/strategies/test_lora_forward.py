@@ -94,7 +94,7 @@ def test_the_common_case_is_one_op_and_no_modules_call(
     patched(model)
     ops: list[int] = []
     op = adapters.recast_linear
-    for module in ("adapters", "deferred_linears"):
+    for module in ("adapters", "stored"):
         name = f"lowmem_patch.nn.{module}.recast_linear"
         monkeypatch.setattr(name, lambda *arguments: ops.append(1) or op(*arguments))
     assert runs_as_one(model, parts) and len(ops) == 2
