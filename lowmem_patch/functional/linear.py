@@ -210,13 +210,11 @@ def _linear(
 
 def _runs_plain(
     sources: tuple[Tensor, ...],
-    weight: Tensor | PackedWeight,
+    weight: Tensor,
     bias: Tensor | None,
     adapter: LowRank | None,
 ) -> bool:
     """Whether torch's own functions multiply, and not the operator."""
-    if isinstance(weight, PackedWeight):
-        return False
     if compiled.runs_plain(*sources, weight, bias, *(adapter or ())[:2]):
         return True
     return adapter is not None and compiled.is_short_product(sources[0], weight)
@@ -254,7 +252,7 @@ def activation_linear(
     Returns:
         ``[..., O]`` in ``compute_dtype``.
     """
-    if _runs_plain(sources, weight, bias, adapter):
+    if isinstance(weight, Tensor) and _runs_plain(sources, weight, bias, adapter):
         again = compiled.activation(sources[0], kind, *sources[1:])
         return compiled.linear(again, weight, bias, compute_dtype, adapter)
     chosen = resolve(implementation, *sources)
@@ -289,7 +287,7 @@ def recast_linear(
         ValueError: shapes do not fit.
     """
     _check_weights(x, weight, adapter)
-    if _runs_plain((x,), weight, bias, adapter):
+    if isinstance(weight, Tensor) and _runs_plain((x,), weight, bias, adapter):
         return compiled.linear(x, weight, bias, compute_dtype, adapter)
     chosen = "reference" if adapter is None else resolve("auto", x, adapter.lora_A, adapter.lora_B)
     return _linear(x, (x,), weight, bias, adapter, IDENTITY, compute_dtype, chosen)

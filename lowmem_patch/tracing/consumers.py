@@ -126,10 +126,16 @@ def _reshapes(op: Op) -> bool:
     return bool(output.dtype == source.dtype and storage_key(output) == storage_key(source))
 
 
+def _worked_on(op: Op) -> object:
+    """The first argument, given by its place or by name; None where there are no arguments."""
+    given, _ = by_place(op.args, op.kwargs)
+    return given[0] if given else None
+
+
 def _consumer(trace: Trace, op: Op, path: Path) -> Consumer:
     """The consumer that an op is, at the end of a path."""
     tensor, where = path.end, op.place
-    if op.writes and any(one is tensor for one in by_place(op.args, op.kwargs)[0][:1]):
+    if op.writes and _worked_on(op) is tensor:
         return Consumer("write", where, op, tensor=tensor)
     if op.opaque:
         text = f"{where} (custom, scripted, a hook or without gradients)"
@@ -257,8 +263,7 @@ class Writes:
         self._found: list[tuple[int, Op, set[int]]] = []
         for number, op in enumerate(trace.ops):
             if op.writes:
-                args, kwargs = by_place(op.args, op.kwargs)
-                written = op.outputs if kwargs.get("out") is not None else args[:1]
+                written = op.outputs if op.kwargs.get("out") is not None else (_worked_on(op),)
                 places = {storage_key(t) for t in written if isinstance(t, Tensor)}
                 self._found.append((number, op, places))
 
