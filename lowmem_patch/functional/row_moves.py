@@ -79,6 +79,8 @@ def unbind_permuted(whole: Tensor, view: Tensor, dim: int = 0) -> tuple[Tensor, 
         ValueError: ``whole`` is not contiguous, or ``view`` is no such view of it.
     """
     covers = view.numel() == whole.numel() and view.data_ptr() == whole.data_ptr()
+    if not _library.in_compiler():  # 0: no element twice
+        covers = covers and torch._debug_has_internal_overlap(view) == 0
     if not covers or not whole.is_contiguous():
         raise ValueError(
             "unbind_permuted: whole must be contiguous, and view show each of its elements, got "

@@ -55,11 +55,6 @@ class NormedChannels(Op):
     def gradients(self, dy: Tensor, *sources: Tensor) -> tuple[Tensor | None, ...]:
         return self.norm.gradients(dy, *sources)
 
-    def was_read(self, h: Any) -> None:
-        h._times_read += 1
-        if self.reads and h._times_read % self.reads == 0:
-            h.let_go()
-
     def activated(self, h: Any, kind: ActivationKind, reads: int, in_place: bool) -> Any:
         if self.norm.kind is not None or h.is_changed() or h.held or h._memory is not None:
             return NotImplemented

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -78,8 +79,13 @@ def device_of(model: nn.Module) -> Device:
         return _CPU
     if not parameter.is_cuda:  # copies beside the computation are CUDA's here
         return dataclasses.replace(_OTHER_GPU, apart=parameter.is_meta)
-    name = torch.cuda.get_device_name(parameter.device)
-    return next((device for device in _DEVICES if device.name in name), _OTHER_GPU)
+    return _device_named(torch.cuda.get_device_name(parameter.device))
+
+
+def _device_named(name: str) -> Device:
+    # a T400 is no T4, and an RTX A1000 no A100; an L40S is counted as an L40
+    found = (device for device in _DEVICES if re.search(rf"{device.name}(?!\d)", name))
+    return next(found, _OTHER_GPU)
 
 
 @dataclasses.dataclass(frozen=True)

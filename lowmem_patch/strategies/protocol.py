@@ -59,7 +59,7 @@ def once(find: Question[P, Answer]) -> Question[P, Answer]:
 
     @wraps(find)
     def ask(facts: Facts, /, *args: P.args, **kwargs: P.kwargs) -> Answer:
-        question = (find, *args)
+        question = (find, *args, *kwargs.items())
         if question not in facts.answers:
             facts.answers[question] = find(facts, *args, **kwargs)
         answer: Answer = facts.answers[question]

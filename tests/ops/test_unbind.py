@@ -114,6 +114,8 @@ def test_other_views_are_refused() -> None:
         unbind_permuted(x, x[:, :30], 0)
     with pytest.raises(ValueError, match="each of its elements"):
         unbind_permuted(x, x.clone(), 0)
+    with pytest.raises(ValueError, match="each of its elements"):  # the first row, again and again
+        unbind_permuted(x, x[:1].expand(x.shape), 0)
     with pytest.raises(ValueError, match="must be contiguous"):
         unbind_permuted(x.t(), x.t(), 0)
 

@@ -18,7 +18,7 @@ from lowmem_patch.errors import BudgetError, ConfigError, HostMemoryError
 from lowmem_patch.memory.model_states import USUAL_TRAINING
 from lowmem_patch.nn.checkpointing import is_checkpointed
 from lowmem_patch.nn.host_memory import HostMemory
-from lowmem_patch.planning import budget
+from lowmem_patch.planning import budget, costs
 from lowmem_patch.planning.budget import Budget, available_host_bytes, free_host_bytes, make_budget
 from lowmem_patch.planning.costs import RunSeconds, device_of, run_seconds, scaled, timed_forward
 from lowmem_patch.planning.fit_model import fit_planned
@@ -296,6 +296,20 @@ def test_a_host_without_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 # times
+
+
+@pytest.mark.parametrize(
+    ("name", "counted_as"),
+    [
+        ("Tesla T4", "T4"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA L40S", "L40"),
+        ("NVIDIA T400 4GB", "a GPU like the A100"),
+        ("NVIDIA RTX A1000", "a GPU like the A100"),
+    ],
+)
+def test_a_gpu_is_counted_as_the_one_that_it_is(name: str, counted_as: str) -> None:
+    assert costs._device_named(name).name == counted_as
 
 
 def test_the_cost_model_counts_products() -> None:
