@@ -224,9 +224,7 @@ modeling_llama_rotary = modeling_llama.apply_rotary_pos_emb
 
 
 def test_a_forward_that_writes_into_its_file_stays() -> None:
-    facts: Any = SimpleNamespace(
-        calls={"counts": []}, modules={"counts": Counts()}, once=lambda _, answer: answer()
-    )
+    facts: Any = SimpleNamespace(calls={"counts": []}, modules={"counts": Counts()}, answers={})
     assert not find(facts, PatchConfig()).patches
 
 
