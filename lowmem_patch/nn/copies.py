@@ -151,5 +151,5 @@ def _shared(x: Tensor, dtype: torch.dtype) -> Tensor:
     known, state = casts.get(id(x)), (x._version, dtype, stream)
     if known is None or known.of() is not x or known.state != state:
         known = casts[id(x)] = _Made(weakref.ref(x), state, x.detach().to(dtype))
-    cast: Tensor = _Cast.apply(x, known.low)  # type: ignore[no-untyped-call]
+    cast: Tensor = _Cast.apply(x, known.low)  # type: ignore[no-untyped-call]  # of torch
     return cast

@@ -203,7 +203,8 @@ class KnownValues:
             return tree_map_only(Tensor, fake_of, self._computed(func, args, kwargs))
         if func is _aten.masked_select.default and self._is_known(args[1]):
             with mode:
-                tensor, mask = torch.broadcast_tensors(args[0], args[1])  # type: ignore[no-untyped-call]
+                given = args[:2]
+                tensor, mask = torch.broadcast_tensors(*given)  # type: ignore[no-untyped-call]  # of torch
                 return tensor[mask]
         if func is _aten._ctc_loss.Tensor and self._is_known(args[3]):
             # losses [N], and what backward reads of [T, N, C]: [N, T, 2 longest + 1]
