@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lowmem_patch.nn.op import Arguments, Function, Named
 
@@ -128,3 +129,43 @@ def dtype_of(
     """The dtype of a function's result."""
     named = tuple((name, _key(given)) for name, given in kwargs.items())
     return _dtype_of(func, tuple(map(_key, args)), named, device, autocast)
+
+
+class _Laid(NamedTuple):
+    """A tensor without its values."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@lru_cache(maxsize=4096)
+def _laid_out(
+    func: Function, args: Arguments, kwargs: Arguments
+) -> tuple[torch.Size, tuple[int, ...]] | None:
+    def empty(given: Any) -> Any:
+        if not isinstance(given, _Laid):
+            return given
+        return torch.empty_strided(given.shape, given.strides, dtype=given.dtype, device="meta")
+
+    try:
+        with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
+            made: Tensor = func(*map(empty, args), **{name: empty(given) for name, given in kwargs})
+    except (RuntimeError, TypeError, IndexError):
+        return None
+    return made.shape, made.stride()
+
+
+def laid_out(
+    func: Function, args: Arguments, kwargs: Named
+) -> tuple[torch.Size, tuple[int, ...]] | None:
+    """The shape and the strides of a function's result, which torch alone knows: it is run on tensors without
+    values. None where torch refuses the call."""
+
+    def laid(given: Any) -> Any:
+        if not isinstance(given, Tensor):
+            return given
+        return _Laid(given.shape, given.stride(), given.dtype)
+
+    named = tuple((name, laid(given)) for name, given in kwargs.items())
+    return _laid_out(func, tuple(map(laid, args)), named)

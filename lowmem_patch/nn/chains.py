@@ -22,7 +22,16 @@ from lowmem_patch.functional import (
     recomputed_linear,
     without_torch_function,
 )
-from lowmem_patch.nn.chain_steps import Autocast, Leaf, Step, autocast_of, dtype_of, run, under
+from lowmem_patch.nn.chain_steps import (
+    Autocast,
+    Leaf,
+    Step,
+    autocast_of,
+    dtype_of,
+    laid_out,
+    run,
+    under,
+)
 from lowmem_patch.nn.channel_norms import NormedChannels
 from lowmem_patch.nn.context import is_foreign, unfreed
 from lowmem_patch.nn.deferred import Deferred, Unstored, defer, detached_of, value_of
@@ -35,14 +44,12 @@ from lowmem_patch.nn.op import (
     Named,
     Op,
     Projection,
-    lies_as,
     waits_for_gradient,
 )
 from lowmem_patch.nn.watched import is_of_norm
 from lowmem_patch.tracing.call_arguments import (
     MIRRORED,
     ElementwiseCall,
-    argument,
     as_plain,
     concatenation_call,
     elementwise_call,
@@ -58,6 +65,7 @@ class Value(NamedTuple):
     """What a step makes."""
 
     shape: torch.Size
+    strides: tuple[int, ...] | None  # None: contiguous
     dtype: torch.dtype
 
 
@@ -65,13 +73,13 @@ _Call = tuple[Function, Arguments, Named]
 
 
 class Caller:
-    """One run of a forward. ``viewed``: Linears read views of values, each of which is one step more."""
+    """One run of a forward. ``moved``: Linears read rearranged values, and to rearrange is one step more."""
 
-    def __init__(self, viewed: bool) -> None:
-        self.viewed = viewed
+    def __init__(self, moved: bool) -> None:
+        self.moved = moved
 
 
-VIEWED = Role.RESHAPE | Role.UNIT_DIMENSION
+MOVED = Role.RESHAPE | Role.UNIT_DIMENSION | Role.CONTIGUOUS | Role.PERMUTE | Role.TRANSPOSE
 
 
 class Chain(Op):
@@ -80,7 +88,7 @@ class Chain(Op):
     Args:
         last: the step.
         places: of the leaves, among the sources.
-        like: the value's shape and dtype.
+        like: the value's shape, strides and dtype.
         autocast: under which the steps run.
         caller: of the steps, which no other makes more of: residual streams would be added up anew in each
             block.
@@ -100,6 +108,9 @@ class Chain(Op):
 
     def shape(self, sources: tuple[Tensor, ...]) -> torch.Size:
         return self.like.shape
+
+    def strides(self, sources: tuple[Tensor, ...]) -> tuple[int, ...] | None:
+        return self.like.strides
 
     def in_backward(self, h: Unstored) -> Tensor:
         # a convolution's, which the sources' own gradients follow; it reads below autograd
@@ -145,15 +156,17 @@ class Chain(Op):
     def rearranged(self, h: Deferred, func: Function, args: Arguments, kwargs: Named) -> Any:
         rest = tuple(map(as_plain, args[1:]))
         kwargs = {name: as_plain(item) for name, item in kwargs.items()}
+        moves = self.caller.moved and role_of(function_name(func)).has(MOVED)
         given = (*rest, *kwargs.values())
-        views = self.caller.viewed and role_of(function_name(func)).has(VIEWED)
-        views = views and not any(isinstance(item, (Tensor, torch.dtype)) for item in given)
-        # past h, of which nobody may wait for the gradient
-        if not (views and h.numel() and h.is_contiguous() and _is_chain(h, self.caller)):
+        if not moves or any(isinstance(item, (Tensor, torch.dtype)) for item in given):
             return None
-        # the same view of one number, expanded, which takes no memory
-        one = h.sources[0].detach().as_strided(h.shape, (0,) * h.dim())
-        like = self.like._replace(shape=func(one, *rest, **kwargs).shape)
+        # past h, of which nobody may wait for the gradient
+        if not (h.numel() and _is_chain(h, self.caller)):
+            return None
+        made = laid_out(func, (h, *rest), kwargs)
+        if made is None or (func is Tensor.contiguous and h.is_contiguous()):
+            return None
+        like = Value(*made, self.like.dtype)
         h.was_bypassed = self.may_be_bypassed = True
         step = Step(func, (self.last, *rest), kwargs)
         op = Chain(step, self.places, like, self.autocast, self.caller)
@@ -212,14 +225,13 @@ def _may_wait(tensors: list[Tensor], chained: Set[int]) -> bool:
 
 
 def _operands(args: Arguments, kwargs: Named, chained: Set[int]) -> list[Tensor]:
-    """The tensors of a call, first one of the result's shape; none where one may not enter a chain, or
-    where the result's layout cannot be told beforehand."""
+    """The tensors of a call, first one of the largest shape; none where one may not enter a chain."""
     tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
     if not _may_wait(tensors, chained):
         return []
     shape = largest_shape(tensors)
     whole = [tensor for tensor in tensors if tensor.shape == shape]
-    if not whole or not lies_as(whole, [one for one in tensors if one.shape != shape]):
+    if not whole:
         return []
     first = max(whole, key=lambda tensor: id(tensor) in chained)
     if any(tensor.device != first.device and tensor.dim() for tensor in tensors):
@@ -237,8 +249,8 @@ def extended(
         chained: ids of the tensors of its chains.
     """
     tensors: list[Any] = _operands(args, kwargs, chained)
-    shape = _shape_made(func, args, kwargs, tensors[0]) if tensors else None
-    return None if shape is None else _made((func, args, kwargs), tensors, shape, caller, chained)
+    laid = laid_out(func, args, kwargs) if tensors else None
+    return None if laid is None else _made((func, args, kwargs), tensors, laid, caller, chained)
 
 
 def concatenated(
@@ -252,7 +264,7 @@ def concatenated(
     if not all(part.is_contiguous() for part in call.parts):  # images whose channels lie last
         return None
     joining = (_concatenate, call.parts, {"dim": call.dim})
-    return _made(joining, list(call.parts), call.shape, caller, chained)
+    return _made(joining, list(call.parts), (call.shape, None), caller, chained)
 
 
 def _concatenate(*parts: Tensor, dim: int) -> Tensor:
@@ -260,9 +272,13 @@ def _concatenate(*parts: Tensor, dim: int) -> Tensor:
 
 
 def _made(
-    call: _Call, tensors: list[Any], shape: torch.Size, caller: Caller, chained: Set[int]
+    call: _Call,
+    tensors: list[Any],
+    laid: tuple[torch.Size, tuple[int, ...] | None],
+    caller: Caller,
+    chained: Set[int],
 ) -> Deferred | None:
-    """What a function makes of ``tensors``, which are among its arguments."""
+    """What a function makes of ``tensors``, which are among its arguments; ``laid``: shape and strides."""
     (func, args, kwargs), device = call, tensors[0].device
     autocast = autocast_of(device.type)
     if any(id(tensor) in chained and tensor.op.autocast != autocast for tensor in tensors):
@@ -279,7 +295,7 @@ def _made(
         dtype = dtype_of(func, args, kwargs, device, autocast)
     if dtype == torch.bool or not any(tensor.requires_grad for tensor in tensors):
         sources = [source.detach() for source in sources]  # to which a mask has no gradient
-    op = Chain(step, places, Value(shape, dtype), autocast, caller)
+    op = Chain(step, places, Value(*laid, dtype), autocast, caller)
     op.past = _past(*(tensor for tensor in tensors if id(tensor) in chained))
     return defer(op, tuple(sources))
 
@@ -288,34 +304,6 @@ def _past(*before: Deferred) -> tuple[weakref.ref[Any], ...]:
     """As of an `Op` that makes one more step of these."""
     found = (one for h in before for one in (weakref.ref(h), *h.op.past))
     return tuple({id(one): one for one in found}.values())
-
-
-def _shape_made(
-    func: Function, args: Arguments, kwargs: Named, largest: Tensor
-) -> torch.Size | None:
-    """Of what a function makes; None where torch refuses the call, or may lay the result out otherwise."""
-    role = role_of(function_name(func))
-    if not role.has(Role.REPEAT | Role.GATED_HALVES):
-        return largest.shape
-    if not largest.is_contiguous():
-        return None
-    if role.has(Role.REPEAT):
-        return _repeated(largest.shape, args[1:])
-    return _halved(largest.shape, argument(args, kwargs, 1, "dim", -1))
-
-
-def _repeated(shape: torch.Size, times: tuple[int, ...]) -> torch.Size | None:
-    if len(times) < len(shape):
-        return None
-    whole = (*(1,) * (len(times) - len(shape)), *shape)
-    return torch.Size(length * count for length, count in zip(whole, times, strict=True))
-
-
-def _halved(shape: torch.Size, dim: Any) -> torch.Size | None:
-    if type(dim) is not int or not -len(shape) <= dim < len(shape) or shape[dim] % 2:
-        return None
-    dim %= len(shape)
-    return torch.Size((*shape[:dim], shape[dim] // 2, *shape[dim + 1 :]))
 
 
 def _joined(
@@ -364,9 +352,9 @@ def _place_in(sources: list[Tensor], tensor: Tensor) -> int:
 class DeferChains(ForwardMode):
     """Gives deferred tensors where the module's forward calls these functions."""
 
-    def __init__(self, module: nn.Module, calls: frozenset[ElementwiseCall], viewed: bool) -> None:
+    def __init__(self, module: nn.Module, calls: frozenset[ElementwiseCall], moved: bool) -> None:
         super().__init__(module)
-        self.calls, self.caller = calls, Caller(viewed)
+        self.calls, self.caller = calls, Caller(moved)
         names = frozenset(call.name for call in calls)
         self.names = names | {name for name, other in MIRRORED.items() if other in names}
 

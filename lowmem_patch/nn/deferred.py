@@ -243,7 +243,8 @@ class Unstored(Deferred):
 
     def let_go(self) -> None:
         """Hold the values no longer, unless somebody wrote into them, or may do so."""
-        may_write = self.held or self._exposed or self._memory is not None
+        shares = self._memory is not None and self._memory.is_shared(self)
+        may_write = self.held or self._exposed or shares
         written = self._version != self._first_version or self.is_stale()
         if not (may_write or written):
             self._value = None

@@ -14,7 +14,7 @@ from lowmem_patch.nn.chains import Caller, Chain, Value, saved_for
 from lowmem_patch.nn.context import is_foreign, needs_gradient, unfreed
 from lowmem_patch.nn.deferred import Deferred, defer, value_of
 from lowmem_patch.nn.deferred_ops import Activation, Dropped
-from lowmem_patch.nn.op import Op, Projection
+from lowmem_patch.nn.op import Op, Projection, strides_like
 from lowmem_patch.nn.stored import keep, project
 
 if TYPE_CHECKING:
@@ -118,6 +118,6 @@ def norm_of_computed(
         norm, leaves = Norm(module, x), [Leaf() for _ in (x, *own)]
         places = {leaf: place for place, leaf in enumerate(leaves)}
         step = Step(compute or norm.saving_z, tuple(leaves), {})
-        like, autocast = Value(x.shape, norm.to), autocast_of(x.device.type)
-        op = Chain(step, places, like, autocast, Caller(viewed=True))
+        like, autocast = Value(x.shape, strides_like(x), norm.to), autocast_of(x.device.type)
+        op = Chain(step, places, like, autocast, Caller(moved=True))
         return defer(op, (saved_for(x), *map(unfreed, own)))

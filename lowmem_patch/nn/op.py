@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -195,20 +194,3 @@ def is_dense(tensor: Tensor) -> bool:
             return False
         filled *= length
     return True
-
-
-def lies_as(whole: list[Tensor], parts: list[Tensor]) -> bool:
-    """Whether the result lies as all tensors of its shape do; one that is broadcast may lay it out, too."""
-    if len({strides_like(tensor) for tensor in whole}) > 1:
-        return False
-    return all(_is_in_order_of(whole[0], part) for part in parts)
-
-
-def _is_in_order_of(whole: Tensor, part: Tensor) -> bool:
-    """Whether the dimensions of a smaller tensor lie in the order of the larger one's: torch lays a result
-    out by the first operand that tells two dimensions apart."""
-    behind = whole.stride()[whole.dim() - part.dim() :]
-    given = zip(behind, part.shape, part.stride(), strict=True)
-    pairs = sorted(((of, own) for of, length, own in given if length > 1 and own), reverse=True)
-    known = all(of for of, _ in pairs)  # not of one that is expanded
-    return known and all(before > after for (_, before), (_, after) in itertools.pairwise(pairs))

@@ -158,7 +158,7 @@ def _moved(h: Deferred, given: Function, func: Function, rest: Arguments, kwargs
     like: Any = h
     while isinstance(like, Unstored) and not like.held:  # what it is computed from
         like = like.sources[0]
-    if type(h.op).moved is Op.moved and like.shape != h.shape:
+    if type(h.op).moved is Op.moved:
         contiguous = role_of(function_name(given)).has(Role.CONTIGUOUS) and h.is_contiguous()
         return h if contiguous and not (rest or kwargs) else NotImplemented
     whole, like = like, _compiled_plain(like)

@@ -46,9 +46,16 @@ class SharedMemory:
         h._memory = self
         self._members[h] = None
 
+    def is_shared(self, h: Any) -> bool:
+        """Whether somebody may write into the memory through another than ``h``."""
+        return bool(self.watched) or self._has_others(h)
+
+    def _has_others(self, h: Any) -> bool:
+        return any(one is not h for one in self._members)
+
     def refuse_write(self, h: Any) -> None:
         """Raise where others are held, which would not see it."""
-        if any(one is not h for one in self._members):
+        if self._has_others(h):
             raise RuntimeError(h.op.written_view)
 
     def refuse_read(self, h: Any) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from lowmem_patch.config import PatchConfig
-from lowmem_patch.nn.chains import VIEWED, DeferChains
+from lowmem_patch.nn.chains import MOVED, DeferChains
 from lowmem_patch.nn.modes import run_under
 from lowmem_patch.strategies import codes, recompute
 from lowmem_patch.strategies.activations import next_to_nothing
@@ -25,11 +25,12 @@ from lowmem_patch.tracing.op_roles import NEEDS_TENSOR, Role
 from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.trace import Op
 
-# functions: a single one, or a cast, is its readers' to know, but for one that is read through a view, and
+# functions: a single one, or a cast, is its readers' to know, but for one that is read rearranged, and
 # for a product that is multiplied with a weight
 _FEWEST = 2
 _PRODUCTS = Role.PRODUCT | Role.GATED_HALVES
 _WORTH = 1e-3  # Python looks at each function of the forward
+_LONGEST = 32  # functions, of which some are tried: more take long
 
 
 def find(facts: Facts, config: PatchConfig) -> Found:
@@ -38,12 +39,12 @@ def find(facts: Facts, config: PatchConfig) -> Found:
     for name, chains in planned_chains(facts, config).items():
         texts = tuple(dict.fromkeys(c.text for chain in chains for c in readers(facts, chain)))
         calls = frozenset(call for chain in chains for call in chain.calls)
-        viewed = any(_is_viewed(facts, chain) for chain in chains)
+        moved = any(_is_moved(facts, chain) for chain in chains)
         count = sum(len(chain.ops) for chain in chains)
         reason = f"input of {count} elementwise functions kept, their values recomputed"
         found.add(
             Change(
-                name, recompute.NAME, run_under, (DeferChains, calls, viewed),
+                name, recompute.NAME, run_under, (DeferChains, calls, moved),
                 reason=reason, kind="chain", consumers=texts,
             )
         )  # fmt: skip
@@ -88,10 +89,12 @@ def _saving_chains(facts: Facts, config: PatchConfig) -> Iterator[Chain]:
     def caller(name: str) -> str:
         return name if name in sites else facts.caller(name)  # nothing of what is replaced
 
-    for chain in find_chains(facts.trace, known.keys(), caller, _normed(facts, config)):
+    given = facts.trace, known.keys(), caller, _normed(facts, config)
+    sources = {t for chain in find_chains(*given) for t in _better_saved(facts, config, chain)}
+    for chain in find_chains(*given, sources):
         functions = [op for op in chain.ops.values() if not op.role.has(Role.CAST)]
         alone = len(functions) < _FEWEST and not any(id(t) in known for t in chain.sources)
-        left = alone and not (_is_viewed(facts, chain) or _feeds_a_weight(facts, chain))
+        left = alone and not (_is_moved(facts, chain) or _feeds_a_weight(facts, chain))
         if left or _gain(facts, config, chain) <= 0:
             continue
         if chain.module not in sites and makes_chains(facts, config, chain.module):
@@ -116,7 +119,8 @@ def _gain(facts: Facts, config: PatchConfig, chain: Chain) -> int:
     """How many bytes fewer are saved where the chain is computed again."""
     saved = facts.storages
     sources = {storage_key(tensor): tensor for tensor in chain.sources}
-    inside = {storage_key(tensor) for tensor in chain.made.values()} - sources.keys()
+    made = [*chain.made.values(), *_rearranged(facts, chain)]
+    inside = {storage_key(tensor) for tensor in made} - sources.keys()
     gone = sum(saved[key].bytes for key in inside & saved.keys() - _still_saved(facts, chain))
     if not gone:
         return 0
@@ -128,6 +132,21 @@ def _gain(facts: Facts, config: PatchConfig, chain: Chain) -> int:
         if id(tensor) not in known or known[id(tensor)].strategy != recompute.NAME
     ]
     return gone - _more_bytes(facts, config, beside)
+
+
+def _better_saved(facts: Facts, config: PatchConfig, chain: Chain) -> set[int]:
+    """Ids of a chain's first values that are better saved than computed again: a sum, of two tensors that
+    nobody else saves."""
+    most, best, ops = _gain(facts, config, chain), chain.ops, chain.ops
+    while 1 < len(ops) <= _LONGEST:
+        made = {id(op.outputs[0]) for op in ops.values()}
+        first = [n for n, op in ops.items() if not any(id(tensor) in made for tensor in op.reads)]
+        shorter = ({n: op for n, op in ops.items() if n != one} for one in first)
+        tried = [(_gain(facts, config, Chain(chain.module, rest)), rest) for rest in shorter]
+        gain, ops = max(tried, key=lambda one: one[0])
+        if gain > most:
+            most, best = gain, ops
+    return {id(op.outputs[0]) for number, op in chain.ops.items() if number not in best}
 
 
 def _more_bytes(facts: Facts, config: PatchConfig, tensors: list[Tensor]) -> int:
@@ -190,13 +209,13 @@ def _still_saved(facts: Facts, chain: Chain) -> set[int]:
 def _saves_sources(facts: Facts, op: Op, tensor: Tensor) -> bool:
     """Whether an op that reads a chain's value can save what the value is computed from.
 
-    A matmul of a weight can, and a view that such matmuls alone read.
+    A matmul of a weight can, and a rearrangement that such matmuls alone read.
     """
     if op.opaque:
         return False
     if matmul_of(op, tensor) is not None or op.role.has(Role.CONVOLUTION):
         return True
-    if not op.role.has(VIEWED) or not tensor.is_contiguous():
+    if not op.role.has(MOVED):
         return False
     behind = [
         (reader, output)
@@ -214,16 +233,25 @@ def _saving_sources(facts: Facts, chain: Chain) -> Iterator[Op]:
                 yield op
 
 
-def _is_viewed(facts: Facts, chain: Chain) -> bool:
-    """Whether a matmul of a weight reads a view of a chain's value."""
-    return any(op.role.has(VIEWED) for op in _saving_sources(facts, chain))
+def _rearranged(facts: Facts, chain: Chain) -> Iterator[Tensor]:
+    """What is made of a chain's values for the matmuls of weights that read them rearranged."""
+    pending = [op for op in _saving_sources(facts, chain) if op.role.has(MOVED)]
+    while pending:
+        (output,) = pending.pop().outputs
+        yield output
+        readers = facts.trace.consumers.get(id(output), ())
+        pending += [op for op in readers if op.role.has(MOVED)]
+
+
+def _is_moved(facts: Facts, chain: Chain) -> bool:
+    """Whether a matmul of a weight reads a chain's value rearranged."""
+    return any(op.role.has(MOVED) for op in _saving_sources(facts, chain))
 
 
 def _feeds_a_weight(facts: Facts, chain: Chain) -> bool:
-    """Whether a matmul of a weight, or a convolution, reads what a chain of products makes."""
-    functions = [op for op in chain.ops.values() if not op.role.has(Role.CAST)]
-    products = bool(functions) and all(op.role.has(_PRODUCTS) for op in functions)
-    return products and any(True for _ in _saving_sources(facts, chain))
+    """Whether a matmul of a weight, or a convolution, reads what functions of a chain make."""
+    functions = any(not op.role.has(Role.CAST) for op in chain.ops.values())
+    return functions and any(True for _ in _saving_sources(facts, chain))
 
 
 def readers(facts: Facts, chain: Chain) -> list[Consumer]:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from lowmem_patch.functional import ActivationKind
-from lowmem_patch.nn.op import lies_as, strides_like
 from lowmem_patch.tracing.call_arguments import (
     CalledFunction,
     ElementwiseCall,
@@ -139,6 +138,7 @@ def find_chains(
     known: Set[int],
     caller: Callable[[str], str] = lambda name: name,
     norms: Set[int] = frozenset(),
+    sources: Set[int] = frozenset(),
 ) -> list[Chain]:
     """The chains of a trace, in the order in which they begin.
 
@@ -147,11 +147,12 @@ def find_chains(
             for concatenations.
         caller: the module whose functions those of a module count among, by their names.
         norms: ids of tensors that norms made, which save them.
+        sources: ids of tensors that are no chain's to make, though functions of one may read them.
     """
     chains: dict[int, Chain] = {}  # by the ids of what they made
     largest = _largest_made_of(trace)
     for number, op in enumerate(trace.ops):
-        if not _may_be_step(op):
+        if not _may_be_step(op) or id(op.outputs[0]) in sources:
             continue
         module = caller(op.module)
         own = {id(t): c for t in op.reads if (c := chains.get(id(t))) and c.module == module}
@@ -236,24 +237,19 @@ def _largest_made_of(trace: Trace) -> dict[int, int]:
 
 
 def _is_elementwise(op: Op) -> bool:
-    """Whether the one output has the shape and the layout of the largest tensors that the op reads, and is
-    none of torch.func's, which have no storage."""
+    """Whether the one output has the shape of the largest tensors that the op reads, and is none of
+    torch.func's, which have no storage."""
     output, *others = op.outputs
     if any(map(torch._C._functorch.is_functorch_wrapped_tensor, op.outputs)):
         return False
     if op.role.has(Role.REPEAT | Role.CONCATENATION | Role.GATED_HALVES):
-        lies = op.role.has(Role.REPEAT) or all(t.is_contiguous() for t in op.reads)
+        lies = not op.role.has(Role.CONCATENATION) or all(t.is_contiguous() for t in op.reads)
         return output.is_floating_point() and lies
     if others or not (output.is_floating_point() or output.dtype == torch.bool):
         return False
-    cast_of_two = op.role.has(Role.CAST) and len(op.reads) > 1
-    if cast_of_two or output.shape != largest_shape(op.reads):
+    if op.role.has(Role.CAST) and len(op.reads) > 1:
         return False
-    return _lies_as_read(op)
-
-
-def _lies_as_read(op: Op) -> bool:
-    (output,) = op.outputs
-    whole = [tensor for tensor in op.reads if tensor.shape == output.shape]
-    parts = [tensor for tensor in op.reads if tensor.shape != output.shape]
-    return bool(whole) and strides_like(output) == strides_like(whole[0]) and lies_as(whole, parts)
+    # no product of a row and a column
+    return output.shape == largest_shape(op.reads) and any(
+        tensor.shape == output.shape for tensor in op.reads
+    )

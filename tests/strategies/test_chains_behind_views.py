@@ -109,7 +109,7 @@ BODIES = (
     plain, flattened, through_two_views, read_twice, read_otherwise, multiplied, dropped, transposed,
     written, hooked, hooked_before, retained, checkpointed, checkpointed_reentrant,
 )  # fmt: skip
-READ_BY_LINEARS = (plain, flattened, through_two_views, read_twice)
+READ_BY_LINEARS = (plain, flattened, through_two_views, read_twice, transposed)
 
 
 def network(body: Any) -> Any:
