@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from operator import attrgetter
@@ -13,6 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowmem_patch.nn.op import Arguments, Function, Named
+from lowmem_patch.tracing.call_arguments import ElementwiseCall, as_plain, elementwise_call
+from lowmem_patch.tracing.op_roles import Role, function_name, role_of
 
 
 class Leaf:
@@ -91,6 +94,90 @@ def under(autocast: Autocast) -> AbstractContextManager[Any]:
     return torch.autocast(device, dtype, enabled=dtype is not None)
 
 
+class Value(NamedTuple):
+    """What a step makes; ``strides`` of None: contiguous."""
+
+    shape: torch.Size
+    strides: tuple[int, ...] | None
+    dtype: torch.dtype
+
+
+class _Given(NamedTuple):
+    """What matters of a tensor for a call of an elementwise function; ``maker`` as of `elementwise_call`."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    maker: str | None
+
+
+class _Number(NamedTuple):
+    """A number, a dtype or a word; 1, 1.0 and True are three."""
+
+    kind: type
+    value: Any
+
+
+class Described(NamedTuple):
+    """The arguments of a call, in which only what matters of tensors is left, so that what follows from that
+    is found once."""
+
+    args: tuple[_Given | _Number, ...]
+    kwargs: tuple[tuple[str, _Given | _Number], ...]
+
+    @staticmethod
+    def of(
+        args: Arguments, kwargs: Named, maker: Callable[[Tensor], str | None] = lambda tensor: None
+    ) -> Described:
+        def one(item: Any) -> _Given | _Number:
+            if isinstance(item, Tensor):
+                return _Given(item.shape, item.stride(), item.dtype, maker(item))
+            return _Number(type(item), as_plain(item))
+
+        named = tuple((name, one(item)) for name, item in kwargs.items()) if kwargs else ()
+        return Described(tuple(map(one, args)), named)
+
+    def with_tensors(self, make: Callable[[_Given], Tensor]) -> tuple[Arguments, Named]:
+        """The arguments, with tensors that ``make`` makes."""
+
+        def one(item: _Given | _Number) -> Any:
+            return item.value if isinstance(item, _Number) else make(item)
+
+        return tuple(map(one, self.args)), {name: one(item) for name, item in self.kwargs}
+
+
+def _without_values(given: _Given) -> Tensor:
+    return torch.empty_strided(given.shape, given.strides, dtype=given.dtype, device="meta")
+
+
+@lru_cache(maxsize=4096)
+def call_of(name: str, described: Described) -> ElementwiseCall | None:
+    """The call as it is compared with those that are planned."""
+    makers: dict[int, str | None] = {}
+
+    def make(given: _Given) -> Tensor:
+        tensor = _without_values(given)
+        makers[id(tensor)] = given.maker
+        return tensor
+
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        args, kwargs = described.with_tensors(make)
+        return elementwise_call(name, args, kwargs, lambda tensor: makers[id(tensor)])
+
+
+@lru_cache(maxsize=4096)
+def laid_out(func: Function, described: Described) -> tuple[torch.Size, tuple[int, ...]] | None:
+    """The shape and the strides of a function's result, which torch alone knows: it is run on tensors without
+    values. None where torch refuses the call."""
+    with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
+        args, kwargs = described.with_tensors(_without_values)
+        try:
+            made: Tensor = func(*args, **kwargs)
+        except (RuntimeError, TypeError, IndexError):
+            return None
+    return made.shape, made.stride()
+
+
 class _Like(NamedTuple):
     """What matters of a tensor for a result's dtype; ``dimensions`` is at most 1."""
 
@@ -98,19 +185,10 @@ class _Like(NamedTuple):
     dimensions: int
 
 
-def _key(given: Any) -> Any:
-    """What matters of an argument: of a number its type."""
-    if isinstance(given, Tensor):
-        return _Like(given.dtype, min(given.dim(), 1))
-    return type(given) if isinstance(given, (int, float)) else given
-
-
 @lru_cache(maxsize=4096)
 def _dtype_of(
     func: Function, args: Arguments, kwargs: Arguments, device: torch.device, autocast: Autocast
 ) -> torch.dtype:
-    """The dtype of a function's result, which torch alone knows: it is run on one element."""
-
     def one(given: Any) -> Any:
         if isinstance(given, type):
             return given(1)
@@ -123,49 +201,22 @@ def _dtype_of(
     return made.dtype
 
 
-def dtype_of(
-    func: Function, args: Arguments, kwargs: Named, device: torch.device, autocast: Autocast
-) -> torch.dtype:
-    """The dtype of a function's result."""
-    named = tuple((name, _key(given)) for name, given in kwargs.items())
-    return _dtype_of(func, tuple(map(_key, args)), named, device, autocast)
-
-
-class _Laid(NamedTuple):
-    """A tensor without its values."""
-
-    shape: torch.Size
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-
 @lru_cache(maxsize=4096)
-def _laid_out(
-    func: Function, args: Arguments, kwargs: Arguments
-) -> tuple[torch.Size, tuple[int, ...]] | None:
-    def empty(given: Any) -> Any:
-        if not isinstance(given, _Laid):
-            return given
-        return torch.empty_strided(given.shape, given.strides, dtype=given.dtype, device="meta")
+def value_made(
+    func: Function, described: Described, device: torch.device, autocast: Autocast
+) -> Value | None:
+    """What a function makes; its dtype is that of a run on one element. None where torch refuses the call."""
 
-    try:
-        with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
-            made: Tensor = func(*map(empty, args), **{name: empty(given) for name, given in kwargs})
-    except (RuntimeError, TypeError, IndexError):
+    def matters(item: _Given | _Number) -> Any:
+        if isinstance(item, _Given):
+            return _Like(item.dtype, min(len(item.shape), 1))
+        return item.kind if item.kind in (int, float) else item.value
+
+    laid = laid_out(func, described)
+    if laid is None:
         return None
-    return made.shape, made.stride()
-
-
-def laid_out(
-    func: Function, args: Arguments, kwargs: Named
-) -> tuple[torch.Size, tuple[int, ...]] | None:
-    """The shape and the strides of a function's result, which torch alone knows: it is run on tensors without
-    values. None where torch refuses the call."""
-
-    def laid(given: Any) -> Any:
-        if not isinstance(given, Tensor):
-            return given
-        return _Laid(given.shape, given.stride(), given.dtype)
-
-    named = tuple((name, laid(given)) for name, given in kwargs.items())
-    return _laid_out(func, tuple(map(laid, args)), named)
+    if role_of(function_name(func)).has(Role.GATED_HALVES):  # of one element there are no halves
+        return Value(*laid, next(one.dtype for one in described.args if isinstance(one, _Given)))
+    named = tuple((name, matters(item)) for name, item in described.kwargs)
+    args = tuple(map(matters, described.args))
+    return Value(*laid, _dtype_of(func, args, named, device, autocast))

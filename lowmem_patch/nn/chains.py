@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Set
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +24,16 @@ from lowmem_patch.functional import (
 )
 from lowmem_patch.nn.chain_steps import (
     Autocast,
+    Described,
     Leaf,
     Step,
+    Value,
     autocast_of,
-    dtype_of,
+    call_of,
     laid_out,
     run,
     under,
+    value_made,
 )
 from lowmem_patch.nn.channel_norms import NormedChannels
 from lowmem_patch.nn.context import is_foreign, unfreed
@@ -59,14 +62,6 @@ from lowmem_patch.tracing.op_roles import Role, function_name, role_of
 
 _excluded: Any = torch._C._SetExcludeDispatchKeyGuard
 _KEY = torch._C.DispatchKey
-
-
-class Value(NamedTuple):
-    """What a step makes."""
-
-    shape: torch.Size
-    strides: tuple[int, ...] | None  # None: contiguous
-    dtype: torch.dtype
 
 
 _Call = tuple[Function, Arguments, Named]
@@ -163,7 +158,7 @@ class Chain(Op):
         # past h, of which nobody may wait for the gradient
         if not (h.numel() and _is_chain(h, self.caller)):
             return None
-        made = laid_out(func, (h, *rest), kwargs)
+        made = laid_out(func, Described.of((h, *rest), kwargs))
         if made is None or (func is Tensor.contiguous and h.is_contiguous()):
             return None
         like = Value(*made, self.like.dtype)
@@ -248,9 +243,19 @@ def extended(
         caller: as of a `Chain`.
         chained: ids of the tensors of its chains.
     """
+    return _extended((func, args, kwargs), Described.of(args, kwargs), caller, chained)
+
+
+def _extended(
+    call: _Call, described: Described, caller: Caller, chained: Set[int]
+) -> Deferred | None:
+    func, args, kwargs = call
     tensors: list[Any] = _operands(args, kwargs, chained)
-    laid = laid_out(func, args, kwargs) if tensors else None
-    return None if laid is None else _made((func, args, kwargs), tensors, laid, caller, chained)
+    if not tensors:
+        return None
+    device = tensors[0].device
+    like = value_made(func, described, device, autocast_of(device.type))
+    return None if like is None else _made(call, tensors, like, caller, chained)
 
 
 def concatenated(
@@ -264,7 +269,8 @@ def concatenated(
     if not all(part.is_contiguous() for part in call.parts):  # images whose channels lie last
         return None
     joining = (_concatenate, call.parts, {"dim": call.dim})
-    return _made(joining, list(call.parts), (call.shape, None), caller, chained)
+    like = Value(call.shape, None, call.parts[0].dtype)
+    return _made(joining, list(call.parts), like, caller, chained)
 
 
 def _concatenate(*parts: Tensor, dim: int) -> Tensor:
@@ -272,15 +278,11 @@ def _concatenate(*parts: Tensor, dim: int) -> Tensor:
 
 
 def _made(
-    call: _Call,
-    tensors: list[Any],
-    laid: tuple[torch.Size, tuple[int, ...] | None],
-    caller: Caller,
-    chained: Set[int],
+    call: _Call, tensors: list[Any], like: Value, caller: Caller, chained: Set[int]
 ) -> Deferred | None:
-    """What a function makes of ``tensors``, which are among its arguments; ``laid``: shape and strides."""
-    (func, args, kwargs), device = call, tensors[0].device
-    autocast = autocast_of(device.type)
+    """What a function makes of ``tensors``, which are among its arguments."""
+    func, args, kwargs = call
+    autocast = autocast_of(tensors[0].device.type)
     if any(id(tensor) in chained and tensor.op.autocast != autocast for tensor in tensors):
         return None
     sources, places, items = _joined(tensors, chained)
@@ -289,13 +291,9 @@ def _made(
         return items[id(given)] if isinstance(given, Tensor) else given
 
     step = Step(func, tuple(map(item, args)), {name: item(one) for name, one in kwargs.items()})
-    if func is _concatenate or role_of(function_name(func)).has(Role.GATED_HALVES):
-        dtype = tensors[0].dtype
-    else:
-        dtype = dtype_of(func, args, kwargs, device, autocast)
-    if dtype == torch.bool or not any(tensor.requires_grad for tensor in tensors):
+    if like.dtype == torch.bool or not any(tensor.requires_grad for tensor in tensors):
         sources = [source.detach() for source in sources]  # to which a mask has no gradient
-    op = Chain(step, places, Value(*laid, dtype), autocast, caller)
+    op = Chain(step, places, like, autocast, caller)
     op.past = _past(*(tensor for tensor in tensors if id(tensor) in chained))
     return defer(op, tuple(sources))
 
@@ -374,8 +372,12 @@ class DeferChains(ForwardMode):
                 return "chain"
             return "norm" if is_of_norm(tensor) else None
 
-        if elementwise_call(name, args, kwargs, maker) not in self.calls:
-            return None
         if role_of(name).has(Role.CONCATENATION):
-            return concatenated(args, kwargs, self.caller, chained)
-        return extended(func, args, kwargs, self.caller, chained)
+            planned = elementwise_call(name, args, kwargs, maker) in self.calls
+            return concatenated(args, kwargs, self.caller, chained) if planned else None
+        described = Described.of(args, kwargs, maker)
+        try:
+            planned = call_of(name, described) in self.calls
+        except TypeError:  # an argument that has no hash, as no planned call's
+            return None
+        return _extended((func, args, kwargs), described, self.caller, chained) if planned else None

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lowmem_patch.functional import in_compiler, ms_norm, without_torch_function
-from lowmem_patch.nn.chain_steps import Leaf, Step, autocast_of
-from lowmem_patch.nn.chains import Caller, Chain, Value, saved_for
+from lowmem_patch.nn.chain_steps import Leaf, Step, Value, autocast_of
+from lowmem_patch.nn.chains import Caller, Chain, saved_for
 from lowmem_patch.nn.context import is_foreign, needs_gradient, unfreed
 from lowmem_patch.nn.deferred import Deferred, defer, value_of
 from lowmem_patch.nn.deferred_ops import Activation, Dropped

@@ -25,10 +25,8 @@ from lowmem_patch.tracing.op_roles import NEEDS_TENSOR, Role
 from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.trace import Op
 
-# functions: a single one, or a cast, is its readers' to know, but for one that is read rearranged, and
-# for a product that is multiplied with a weight
+# functions: a single one, or a cast, is its readers' to know, but for one that a weight is multiplied with
 _FEWEST = 2
-_PRODUCTS = Role.PRODUCT | Role.GATED_HALVES
 _WORTH = 1e-3  # Python looks at each function of the forward
 _LONGEST = 32  # functions, of which some are tried: more take long
 
@@ -42,6 +40,8 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         moved = any(_is_moved(facts, chain) for chain in chains)
         count = sum(len(chain.ops) for chain in chains)
         reason = f"input of {count} elementwise functions kept, their values recomputed"
+        if count == 1:
+            reason = "input of an elementwise function kept, its value recomputed"
         found.add(
             Change(
                 name, recompute.NAME, run_under, (DeferChains, calls, moved),
@@ -92,13 +92,19 @@ def _saving_chains(facts: Facts, config: PatchConfig) -> Iterator[Chain]:
     given = facts.trace, known.keys(), caller, _normed(facts, config)
     sources = {t for chain in find_chains(*given) for t in _better_saved(facts, config, chain)}
     for chain in find_chains(*given, sources):
-        functions = [op for op in chain.ops.values() if not op.role.has(Role.CAST)]
-        alone = len(functions) < _FEWEST and not any(id(t) in known for t in chain.sources)
-        left = alone and not (_is_moved(facts, chain) or _feeds_a_weight(facts, chain))
-        if left or _gain(facts, config, chain) <= 0:
+        if _is_its_readers(facts, config, chain) or _gain(facts, config, chain) <= 0:
             continue
         if chain.module not in sites and makes_chains(facts, config, chain.module):
             yield chain
+
+
+def _is_its_readers(facts: Facts, config: PatchConfig, chain: Chain) -> bool:
+    """Whether a chain is a function alone, or a cast, that no strategy but those of its readers knows."""
+    functions = [op for op in chain.ops.values() if not op.role.has(Role.CAST)]
+    known = _known(facts, config)
+    if len(functions) >= _FEWEST or any(id(tensor) in known for tensor in chain.sources):
+        return False
+    return not (_is_moved(facts, chain) or _feeds_a_weight(facts, chain))
 
 
 @once

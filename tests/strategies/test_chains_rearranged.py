@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 from lowmem_patch import patch_model, saved_bytes
-from lowmem_patch.nn.chain_steps import laid_out
+from lowmem_patch.nn.chain_steps import Described, laid_out
 from tests.support.chained import CHAINS, chains_of
 from tests.support.judge import assert_same_step
 from tests.support.models import randomise
@@ -168,7 +168,8 @@ def test_the_result_lies_as_torch_lays_it() -> None:
                 (torch.where, (b > 0, a, b)),
             ):
                 made: Tensor = func(*args)
-                assert laid_out(func, args, {}) == (made.shape, made.stride())
+                described = Described.of(args, {})
+                assert laid_out(func, described) == (made.shape, made.stride())
 
 
 def _inverse(order: tuple[int, ...]) -> list[int]:
@@ -198,3 +199,29 @@ def test_short_convolutions_of_lfm_2(cached: bool) -> None:
     ]
     full = tokens.numel() * config.hidden_size * 4
     assert sum(one.bytes for one in held) // full == (5 if cached else 4)  # B, C, x, conv
+    assert_same_step(model, twin, inputs)
+
+
+class Block(nn.Module):
+    """A block of a vocoder: an activation without a table, of a sum of two tensors that nobody saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.convs[0](x) + self.convs[1](x)
+        return x + self.convs[2](F.leaky_relu(x, 0.1))
+
+
+def test_a_sum_is_saved_and_what_an_activation_makes_of_it_is_not() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1), Block())
+    twin = copy.deepcopy(model)
+    patch_model(model, CHAINS, example_inputs=(images(),))
+    assert chains_of(model) == ["1"]
+    # the input of the first, and that of the two that are added, and the sum; unpatched the activation's output as well
+    assert (saved(twin), saved(model)) == (4 * FULL, 3 * FULL)
+    found, expected = (step(net, images(), seed=7) for net in (model, twin))
+    assert torch.equal(found.output, expected.output)
+    assert_same_step(model, twin, images())
