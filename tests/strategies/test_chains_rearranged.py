@@ -220,7 +220,7 @@ def test_a_sum_is_saved_and_what_an_activation_makes_of_it_is_not() -> None:
     twin = copy.deepcopy(model)
     patch_model(model, CHAINS, example_inputs=(images(),))
     assert chains_of(model) == ["1"]
-    # the input of the first, and that of the two that are added, and the sum; unpatched the activation's output as well
+    # the images, what two convolutions read, and the sum; unpatched the activation's output as well
     assert (saved(twin), saved(model)) == (4 * FULL, 3 * FULL)
     found, expected = (step(net, images(), seed=7) for net in (model, twin))
     assert torch.equal(found.output, expected.output)
