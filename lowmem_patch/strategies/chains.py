@@ -6,7 +6,7 @@ many tensors of the full width. What enters the chain is saved in their place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
@@ -90,8 +90,11 @@ def _saving_chains(facts: Facts, config: PatchConfig) -> Iterator[Chain]:
         return name if name in sites else facts.caller(name)  # nothing of what is replaced
 
     given = facts.trace, known.keys(), caller, _normed(facts, config)
-    sources = {t for chain in find_chains(*given) for t in _better_saved(facts, config, chain)}
-    for chain in find_chains(*given, sources):
+    wholes: dict[str, Chain] = {}  # of a module, whose chains may have sources in common
+    for chain in find_chains(*given):
+        wholes.setdefault(chain.module, Chain(chain.module)).ops.update(chain.ops)
+    left = {t for whole in wholes.values() for t in _better_left(facts, config, whole)}
+    for chain in find_chains(*given, left):
         if _is_its_readers(facts, config, chain) or _gain(facts, config, chain) <= 0:
             continue
         if chain.module not in sites and makes_chains(facts, config, chain.module):
@@ -140,19 +143,43 @@ def _gain(facts: Facts, config: PatchConfig, chain: Chain) -> int:
     return gone - _more_bytes(facts, config, beside)
 
 
-def _better_saved(facts: Facts, config: PatchConfig, chain: Chain) -> set[int]:
-    """Ids of a chain's first values that are better saved than computed again: a sum, of two tensors that
-    nobody else saves."""
-    most, best, ops = _gain(facts, config, chain), chain.ops, chain.ops
-    while 1 < len(ops) <= _LONGEST:
-        made = {id(op.outputs[0]) for op in ops.values()}
-        first = [n for n, op in ops.items() if not any(id(tensor) in made for tensor in op.reads)]
-        shorter = ({n: op for n, op in ops.items() if n != one} for one in first)
-        tried = [(_gain(facts, config, Chain(chain.module, rest)), rest) for rest in shorter]
-        gain, ops = max(tried, key=lambda one: one[0])
+def _better_left(facts: Facts, config: PatchConfig, chain: Chain) -> set[int]:
+    """Ids of the first and last values of a module's chains that are better left to torch: a sum of two
+    tensors that nobody else saves is saved itself, and nobody saves what is only added to something."""
+    best = chain
+    for ends in (_first, _last):
+        best = _shortened(facts, config, best, ends)
+    return chain.made.keys() - best.made.keys()
+
+
+def _shortened(
+    facts: Facts, config: PatchConfig, chain: Chain, ends: Callable[[Chain], list[int]]
+) -> Chain:
+    """The best of the chains that are left where ops are taken off, each time that whose loss costs least."""
+    most, best = _gain(facts, config, chain), chain
+    while 1 < len(chain.ops) <= _LONGEST:
+        shorter = [
+            Chain(chain.module, {n: op for n, op in chain.ops.items() if n != end})
+            for end in ends(chain)
+        ]
+        gains = [_gain(facts, config, one) for one in shorter]
+        gain = max(gains)
+        chain = shorter[gains.index(gain)]
         if gain > most:
-            most, best = gain, ops
-    return {id(op.outputs[0]) for number, op in chain.ops.items() if number not in best}
+            most, best = gain, chain
+    return best
+
+
+def _first(chain: Chain) -> list[int]:
+    """The ops that read nothing that a chain makes."""
+    made = chain.made
+    return [n for n, op in chain.ops.items() if not any(id(t) in made for t in op.reads)]
+
+
+def _last(chain: Chain) -> list[int]:
+    """The ops that make what no op of a chain reads."""
+    read = {id(tensor) for op in chain.ops.values() for tensor in op.reads}
+    return [n for n, op in chain.ops.items() if id(op.outputs[0]) not in read]
 
 
 def _more_bytes(facts: Facts, config: PatchConfig, tensors: list[Tensor]) -> int:

@@ -138,7 +138,7 @@ def find_chains(
     known: Set[int],
     caller: Callable[[str], str] = lambda name: name,
     norms: Set[int] = frozenset(),
-    sources: Set[int] = frozenset(),
+    left: Set[int] = frozenset(),
 ) -> list[Chain]:
     """The chains of a trace, in the order in which they begin.
 
@@ -147,12 +147,12 @@ def find_chains(
             for concatenations.
         caller: the module whose functions those of a module count among, by their names.
         norms: ids of tensors that norms made, which save them.
-        sources: ids of tensors that are no chain's to make, though functions of one may read them.
+        left: ids of tensors that are no chain's to make, though functions of one may read them.
     """
     chains: dict[int, Chain] = {}  # by the ids of what they made
     largest = _largest_made_of(trace)
     for number, op in enumerate(trace.ops):
-        if not _may_be_step(op) or id(op.outputs[0]) in sources:
+        if not _may_be_step(op) or id(op.outputs[0]) in left:
             continue
         module = caller(op.module)
         own = {id(t): c for t in op.reads if (c := chains.get(id(t))) and c.module == module}

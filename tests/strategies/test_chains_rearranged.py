@@ -225,3 +225,31 @@ def test_a_sum_is_saved_and_what_an_activation_makes_of_it_is_not() -> None:
     found, expected = (step(net, images(), seed=7) for net in (model, twin))
     assert torch.equal(found.output, expected.output)
     assert_same_step(model, twin, images())
+
+
+class Attractors(nn.Module):
+    """Several chains of one large tensor, as ZoeDepth's, each with a small one beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centers = nn.Conv2d(CHANNELS, CHANNELS, 1)
+        self.points = nn.Conv2d(CHANNELS, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        points, centers = self.points(x), self.centers(x)
+        found = torch.zeros_like(centers)
+        for i in range(3):
+            distance = points[:, i : i + 1] - centers
+            found = found + distance / (1 + 300 * distance.pow(2))
+        return found
+
+
+def test_chains_of_one_tensor_save_it_once() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1), Attractors())
+    twin = copy.deepcopy(model)
+    patch_model(model, CHAINS, example_inputs=(images(),))
+    # what the layers read, and centers and points in the place of distances and what they are divided by
+    points = 3 * FULL // CHANNELS
+    assert (saved(twin), saved(model)) == ((2 + 6) * FULL, 3 * FULL + points)
+    assert_same_step(model, twin, images())
