@@ -90,10 +90,10 @@ def _saving_chains(facts: Facts, config: PatchConfig) -> Iterator[Chain]:
         return name if name in sites else facts.caller(name)  # nothing of what is replaced
 
     given = facts.trace, known.keys(), caller, _normed(facts, config)
-    wholes: dict[str, Chain] = {}  # of a module, whose chains may have sources in common
+    modules: dict[str, list[Chain]] = {}
     for chain in find_chains(*given):
-        wholes.setdefault(chain.module, Chain(chain.module)).ops.update(chain.ops)
-    left = {t for whole in wholes.values() for t in _better_left(facts, config, whole)}
+        modules.setdefault(chain.module, []).append(chain)
+    left = {t for chains in modules.values() for t in _better_left(facts, config, chains)}
     for chain in find_chains(*given, left):
         if _is_its_readers(facts, config, chain) or _gain(facts, config, chain) <= 0:
             continue
@@ -143,13 +143,24 @@ def _gain(facts: Facts, config: PatchConfig, chain: Chain) -> int:
     return gone - _more_bytes(facts, config, beside)
 
 
-def _better_left(facts: Facts, config: PatchConfig, chain: Chain) -> set[int]:
+def _better_left(facts: Facts, config: PatchConfig, chains: list[Chain]) -> set[int]:
     """Ids of the first and last values of a module's chains that are better left to torch: a sum of two
     tensors that nobody else saves is saved itself, and nobody saves what is only added to something."""
-    best = chain
-    for ends in (_first, _last):
-        best = _shortened(facts, config, best, ends)
-    return chain.made.keys() - best.made.keys()
+    most, left = 0, set[int]()
+    # all in the same way: what several read is saved once, so that one alone would rather leave it
+    for off in ((), (_first,), (_last,), (_first, _last)):
+        whole, cut = Chain(""), set[int]()
+        for chain in chains:
+            shorter = chain
+            for ends in off:
+                shorter = _shortened(facts, config, shorter, ends)
+            if _gain(facts, config, shorter) > 0:
+                whole.ops.update(shorter.ops)
+                cut |= chain.made.keys() - shorter.made.keys()
+        gain = _gain(facts, config, whole)
+        if gain > most:
+            most, left = gain, cut
+    return left
 
 
 def _shortened(
