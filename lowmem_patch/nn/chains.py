@@ -249,6 +249,7 @@ def extended(
 def _extended(
     call: _Call, described: Described, caller: Caller, chained: Set[int]
 ) -> Deferred | None:
+    """As `extended`; ``described``: the arguments of the call."""
     func, args, kwargs = call
     tensors: list[Any] = _operands(args, kwargs, chained)
     if not tensors:
