@@ -3,14 +3,16 @@
     python benchmarks/architectures.py --json benchmarks/results/architectures-h200.json
     python benchmarks/architectures.py --autocast --json benchmarks/results/architectures-autocast-h200.json
     python benchmarks/architectures.py --autocast --compile --only BERT ResNet-50
+    python benchmarks/architectures.py --autocast --capture --only BERT ResNet-50
     python benchmarks/architectures.py --device cpu --only gpt-2 --layers 1 --batch 1 --length 16   # a trial
 
 Each model has four layers, or all where a vision model counts them by stages, at the widths of its config's
 defaults or of a published checkpoint; random weights in bfloat16, or in float32 under autocast, as trainers'
 mixed precision has them. Language models have their head and loss.
 *Peak* is what a forward and a backward need above weights and gradients. *GPU* is the sum of all kernels'
-times, which no host disturbs; *step* is the clock's, in which a GPU may wait for Python. The unpatched model
-and its patched copy take turns.
+times, which no host disturbs; *step* is the clock's, in which a GPU may wait for Python. With ``--capture``
+each step is also captured in a CUDA graph, and the graph's replays are timed. The unpatched model and its
+patched copy take turns.
 """
 
 from __future__ import annotations
@@ -182,8 +184,39 @@ def step_ms(model: nn.Module, inputs: ExampleInputs, on_gpu: bool) -> float:
     return (time.perf_counter() - start) * 1000
 
 
+def captured(model: nn.Module, inputs: ExampleInputs) -> tuple[torch.cuda.CUDAGraph, float]:
+    """A forward and a backward as a CUDA graph, and their peak, as `peak_mib`."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # torch's documentation asks for a warm-up beside the main stream
+        for _ in range(WARM):
+            run_step(model, inputs)
+    torch.cuda.current_stream().wait_stream(side)
+    gc.collect()
+    torch.cuda.empty_cache()
+    resting = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run_step(model, inputs)
+    return graph, (torch.cuda.max_memory_allocated() - resting) / 2**20
+
+
+def replay_ms(graph: torch.cuda.CUDAGraph) -> float:
+    start = time.perf_counter()
+    graph.replay()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1000
+
+
 def measure(
-    case: Case, device: str, layers: int, *, autocast: bool = False, compiled: bool = False
+    case: Case,
+    device: str,
+    layers: int,
+    *,
+    autocast: bool = False,
+    compiled: bool = False,
+    capture: bool = False,
 ) -> dict[str, dict[str, float]]:
     torch.manual_seed(0)
     model, inputs = build(case, device, layers, torch.float32 if autocast else torch.bfloat16)
@@ -196,13 +229,13 @@ def measure(
             one.forward = torch.compile(one.forward)
         if autocast:  # around each forward, as trainers do: it holds casts of weights until it ends
             one.forward = context(one.forward)
-    return measured({"unpatched": model, "auto": patched}, inputs, device == "cuda")
+    return measured({"unpatched": model, "auto": patched}, inputs, device == "cuda", capture)
 
 
 def measured(
-    models: Mapping[str, nn.Module], inputs: ExampleInputs, on_gpu: bool
+    models: Mapping[str, nn.Module], inputs: ExampleInputs, on_gpu: bool, capture: bool = False
 ) -> dict[str, dict[str, float]]:
-    """Peak, GPU time and step time of each model; on a CPU the step time alone."""
+    """Peak, GPU time and step time of each model, and of its captured step; on a CPU the step time alone."""
     found: dict[str, dict[str, float]] = {}
     for name, one in models.items():
         for _ in range(WARM if on_gpu else 1):
@@ -210,12 +243,20 @@ def measured(
         found[name] = {}
         if on_gpu:
             found[name] = {"peak_mib": peak_mib(one, inputs), "gpu_ms": gpu_ms(one, inputs)}
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    for name, one in models.items() if capture else ():
+        graphs[name], found[name]["captured_mib"] = captured(one, inputs)
     times: dict[str, list[float]] = {name: [] for name in models}
+    replays: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(TURNS if on_gpu else 1):
         for name, one in models.items():
             times[name] += [step_ms(one, inputs, on_gpu) for _ in range(STEPS)]
+        for name, graph in graphs.items():
+            replays[name] += [replay_ms(graph) for _ in range(STEPS)]
     for name, values in times.items():
         found[name]["step_ms"] = statistics.median(values)
+    for name, values in replays.items():
+        found[name]["captured_ms"] = statistics.median(values)
     return found
 
 
@@ -237,8 +278,11 @@ def main() -> None:
         "--autocast", action="store_true", help="float32 weights, bfloat16 autocast"
     )
     parser.add_argument("--compile", action="store_true", help="torch.compile both")
+    parser.add_argument("--capture", action="store_true", help="each step as a CUDA graph as well")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.capture and options.device != "cuda":
+        parser.error("--capture needs a GPU: a CPU has no CUDA graphs")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no GPU: give --device cpu for a trial")
     verbosity: Any = hf.logging  # has no types
@@ -252,7 +296,11 @@ def main() -> None:
         given = case._replace(batch=options.batch or case.batch)
         if options.length and "input_ids" in _inputs_of(case):
             given = given._replace(length=options.length)
-        settings = {"autocast": options.autocast, "compiled": options.compile}
+        settings = {
+            "autocast": options.autocast,
+            "compiled": options.compile,
+            "capture": options.capture,
+        }
         found = measure(given, options.device, options.layers, **settings)
         unit = "tokens" if "input_ids" in _inputs_of(case) else "pixels"
         batch = {"model": given.model, "batch": given.batch, "length": given.length, "unit": unit}

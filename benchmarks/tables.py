@@ -222,6 +222,25 @@ def architectures_table(name: str, option: str = "") -> str:
     return with_source(rows, command, data)
 
 
+def captured_table(name: str, option: str) -> str:
+    """Steps as CUDA graphs beside steps that Python launches."""
+    data = load(name)
+    rows = [
+        "| architecture | batch | captured: peak MiB | `auto` | | ms | `auto` | | eager: ms | `auto` |",
+        "|---" * 10 + "|",
+    ]
+    for case, row in data["cases"].items():
+        unpatched, auto = row["unpatched"], row["auto"]
+        cells = [case, f"{row['batch']} x {row['length']} {row['unit']}"]
+        for key, form in (("captured_mib", ",.0f"), ("captured_ms", ".1f")):
+            was, now = unpatched[key], auto[key]
+            cells += [f"{was:{form}}", f"{now:{form}}", f"{now / was:.2f}"]
+        cells += [f"{variant['step_ms']:.1f}" for variant in (unpatched, auto)]
+        rows.append(f"| {' | '.join(cells)} |")
+    command = f"python benchmarks/architectures.py {option}--json benchmarks/results/{name}"
+    return with_source(rows, command, data)
+
+
 def diffusion_table(name: str) -> str:
     """Peak, GPU time and step time of diffusion models, by variant."""
     data = load(name)
@@ -333,6 +352,12 @@ TABLES = {
         architectures_table,
         "architectures-compiled-h200.json",
         "--autocast --compile --only BERT BLOOM DINOv2 ResNet-50 EfficientNet-B0 ",
+    ),
+    "captured": partial(
+        captured_table,
+        "architectures-captured-h200.json",
+        "--autocast --capture --only GPT-2 BERT ModernBERT DINOv2 SigLIP CLIP SegFormer-B0 EVA-02-B "
+        "ConvNeXt-T MaxViT-T ResNet-50 DenseNet-121 EfficientNet-B0 MobileNetV2 ",
     ),
     "diffusion": partial(diffusion_table, "diffusion-h200.json"),
     "experts": partial(gpu_table, "experts-h100.json", script="experts.py"),

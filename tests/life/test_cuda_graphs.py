@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import timm
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowmem_patch import patch_model
 from tests.support.models import FAMILIES
@@ -95,3 +96,94 @@ def test_a_captured_step_gives_what_an_eager_one_gives(
         # cuBLAS may add in another order in a capture, of a stock model as well
         error, allowed = ((g - exact).norm() for g in (found, eager))
         assert error <= 2 * allowed + EPS * exact.norm()
+
+
+class _Loss(nn.Module):
+    """A model and its loss, as positional tensors: what `torch.cuda.make_graphed_callables` takes."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        if inputs.is_floating_point():
+            return nn.functional.cross_entropy(self.model(inputs), labels)
+        loss: Tensor = self.model(input_ids=inputs, labels=labels, use_cache=False).loss
+        return loss
+
+
+def _batches(name: str, number: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    batches = []
+    for _ in range(number):
+        if name == "llama":
+            inputs = torch.randint(3, 60, (2, 16), generator=generator)
+            labels = inputs
+        else:
+            inputs = torch.randn(4, 3, 64, 64, generator=generator)
+            labels = torch.randint(0, 10, (4,), generator=generator)
+        batches.append((inputs.cuda(), labels.cuda()))
+    return batches
+
+
+def _built(name: str, make: Make) -> Any:
+    if name.startswith("llama"):
+        model = make("llama")
+        if name == "llama-lora":
+            return get_peft_model(model, LoraConfig(r=4, target_modules=FAMILIES["llama"].linears))
+        return model
+    sizes: dict[str, Any] = {}
+    if name.startswith("vit"):
+        sizes = {"img_size": 64, "embed_dim": 64, "depth": 2, "num_heads": 2, "proj_drop_rate": 0.2}
+    return timm.create_model(name, num_classes=10, **sizes)
+
+
+def _trained(step: Any, parameters: list[nn.Parameter], batches: Any) -> Tensor:
+    """The sum of all steps' updates, with plain SGD, in one vector."""
+    before = [p.detach().double() for p in parameters]
+    optimizer = torch.optim.SGD(parameters, lr=1e-3)
+    torch.manual_seed(11)  # of the dropouts
+    for inputs, labels in batches:
+        optimizer.zero_grad(set_to_none=True)
+        step(inputs, labels).backward()
+        optimizer.step()
+    return torch.cat(
+        [(p.detach().double() - b).flatten() for p, b in zip(parameters, before, strict=True)]
+    )
+
+
+@pytest.mark.parametrize("preset", ["exact", "auto"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama-lora", "vit_tiny_patch16_224", "resnet18", "efficientnet_b0"]
+)
+def test_a_graphed_model_trains_as_an_eager_one(
+    make: Make, name: str, preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`torch.cuda.make_graphed_callables`, as the documents show it, with dropouts and running statistics."""
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    torch.manual_seed(0)
+    stock = _built(name, make).cuda().train()
+    batches = _batches(name.partition("-")[0], 4)
+    inputs, labels = batches[0]
+    example = (
+        {"input_ids": inputs, "labels": labels, "use_cache": False}
+        if not inputs.is_floating_point()
+        else inputs
+    )
+    eager = _Loss(patch_model(stock, preset, example_inputs=example))
+    graphed = copy.deepcopy(eager)
+    state = {key: value.clone() for key, value in graphed.state_dict().items()}
+    step = torch.cuda.make_graphed_callables(graphed, (inputs, labels), allow_unused_input=True)
+    graphed.load_state_dict(state)  # the warm-up has moved running statistics
+
+    updates = [
+        _trained(call, [p for p in model.parameters() if p.requires_grad], batches)
+        for call, model in ((eager, eager), (step, graphed))
+    ]
+    assert updates[0].norm() > 0
+    # the same kernels; but cuBLAS may add in another order in a capture, in each of some fifty products
+    eps = torch.finfo(torch.float32).eps
+    assert (updates[1] - updates[0]).norm() <= 50 * eps * updates[0].norm()
+    buffers = zip(eager.buffers(), graphed.buffers(), strict=True)
+    for one, other in buffers:
+        torch.testing.assert_close(one, other)
