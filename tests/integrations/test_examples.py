@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -72,6 +73,12 @@ def test_the_timm_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     run_here("timm_finetune.py", "--steps", "2")
     text = capsys.readouterr().out
     assert "sites patched" in text and "last loss" in text
+
+
+def test_the_example_of_cuda_graphs_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    run_here("cuda_graph.py", "--steps", "2")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    assert re.search(rf"last loss 0\.\d+; [\d.]+ ms a step on a {device}", capsys.readouterr().out)
 
 
 def test_the_notebook_runs(capsys: pytest.CaptureFixture[str]) -> None:
