@@ -226,7 +226,7 @@ def captured_table(name: str, option: str) -> str:
     """Steps as CUDA graphs beside steps that Python launches."""
     data = load(name)
     rows = [
-        "| architecture | batch | captured: peak MiB | `auto` | | ms | `auto` | | launched by Python: ms | `auto` |",
+        "| architecture | batch | captured: peak MiB | `auto` | | ms | `auto` | | by Python: ms | `auto` |",
         "|---" * 10 + "|",
     ]
     for case, row in data["cases"].items():
