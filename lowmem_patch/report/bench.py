@@ -51,7 +51,8 @@ def _print_waits(comparison: Comparison) -> None:
         shares = ", ".join(f"{name} {share:.0%}" for name, share in waiting.items())
         print_line(
             f"the GPU waits for Python: kernels run in a part of these steps alone ({shares}). A larger "
-            "batch, for which there is memory now, or torch.compile makes Python count for less"
+            "batch, for which there is memory now, or torch.compile makes Python count for less, and a CUDA "
+            "graph (torch.cuda.make_graphed_callables) leaves it out"
         )
 
 
