@@ -199,6 +199,13 @@ class Chain(Op):
         return Product.of(RecomputedMatmul(func, self.again, h, weight, offsets, h.sources))
 
 
+def _has_strides(given: Any) -> bool:
+    """Whether this is an ordinary tensor in memory, or none."""
+    if not isinstance(given, Tensor):
+        return True
+    return given.layout is torch.strided and not given.is_nested
+
+
 def _is_chain(tensor: Any, caller: Caller) -> bool:
     """Whether a further step may be made of it, past which no gradient comes to the tensor itself."""
     if not isinstance(tensor, Unstored) or type(tensor.op) is not Chain:
@@ -365,6 +372,9 @@ class DeferChains(ForwardMode):
         return NotImplemented if made is None else made
 
     def _deferred(self, func: Function, args: Arguments, kwargs: Named) -> Deferred | None:
+        given = (*args, *kwargs.values()) if kwargs else args
+        if not all(map(_has_strides, given)):  # sparse or nested: none was planned
+            return None
         name, chained = func.__name__, set[int]()
 
         def maker(tensor: Tensor) -> str | None:

@@ -47,6 +47,7 @@ from lowmem_patch.nn.shared_memory import (
     SharedMemory,
     effects_of,
     open_written,
+    reshapes,
     written_arguments,
 )
 from lowmem_patch.tracing.call_arguments import by_place
@@ -118,7 +119,10 @@ class Deferred(Tensor):
     def _is_changed(self) -> bool:
         if self._exposed or self._version != self._first_version or is_in_other_block(self._packer):
             return True
-        if self.requires_grad and self.grad_fn is None:  # a leaf of its own, after detach()
+        # a leaf of its own, after detach(), or cut off from what it was computed from, by detach_()
+        if self.grad_fn is None and (
+            self.requires_grad or any(source.requires_grad for source in self.sources)
+        ):
             return True
         stale = self._versions is not None and self.is_stale()
         if stale or (self.op.may_be_bypassed and waits_for_gradient(self)):
@@ -208,6 +212,9 @@ class Unstored(Deferred):
             return output
         if written and written[0] is not args[0]:  # torch counts no writes into a list
             torch.autograd.graph.increment_version(written)
+        if reshapes(func):
+            with torch._C._DisableTorchDispatch():
+                func(*args, **kwargs)
         return tree_map(lambda item: origins.get(id(item), item), output)  # written in place
 
     def read_for(self, name: str) -> Tensor:

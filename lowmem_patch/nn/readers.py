@@ -240,6 +240,9 @@ def _get(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         h._exposed = True
     elif attribute is Tensor.grad_fn:
         h._node_given = True
+    elif attribute is Tensor.output_nr:  # which a gradient edge holds, and nobody else asks for
+        if h.was_bypassed and h.op.may_be_bypassed:
+            raise RuntimeError(_PASSED_ON.format(name="get_gradient_edge"))
     elif attribute is Tensor.grad:
         # of backward(inputs=[h]), which asks nobody. Where it left none, torch warns that this is no leaf
         if h.was_bypassed and h.op.may_be_bypassed and h.grad is not None:

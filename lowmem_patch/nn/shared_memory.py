@@ -101,6 +101,13 @@ def effects_of(func: Any) -> tuple[bool, bool]:
     return schema.is_mutable, any(one.alias_info is not None for one in schema.returns)
 
 
+@cache
+def reshapes(func: Any) -> bool:
+    """Whether an operator gives its argument another shape or other strides (``transpose_``), and writes no
+    values: a tensor without storage needs that done to itself as well."""
+    return torch.Tag.inplace_view in func.tags
+
+
 def open_written(func: Any, args: Arguments, kwargs: Named, kind: type[Any]) -> None:
     """Open the tensors of a kind into which a torch function writes, or of which it may give a view."""
     name, writes = function_name(func), True

@@ -37,6 +37,7 @@ from lowmem_patch.tracing.probed_gradients import (
     has_slope_of,
     is_close,
 )
+from lowmem_patch.tracing.shadow import attributes_of, node_of, tensors_in
 from lowmem_patch.tracing.trace import Call, Trace
 
 
@@ -88,6 +89,12 @@ def isolated_copy(module: nn.Module) -> nn.Module:
         value = torch.rand(tensor.shape, generator=generator) + 0.5
         value *= torch.where(torch.rand(tensor.shape, generator=generator) < 0.5, -1.0, 1.0)
         memo[id(tensor)] = nn.Parameter(value) if isinstance(tensor, nn.Parameter) else value
+    for tensor in tensors_in([attributes_of(each) for each in module.modules()]):
+        # what a forward left there: torch copies neither a fake tensor nor one that hangs on a graph
+        if isinstance(tensor, FakeTensor):
+            memo.setdefault(id(tensor), torch.zeros(tensor.shape))
+        elif node_of(tensor) is not None:
+            memo.setdefault(id(tensor), tensor.detach())
     isolated = copy.deepcopy(module, memo)
     for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
         getattr(isolated, hooks).clear()
@@ -116,14 +123,17 @@ def run_probe(function: Callable[[Tensor], Any], x: Tensor) -> Tensor | None:
 
 
 def is_steady(isolated: nn.Module, x: Tensor) -> bool:
-    """Whether it computes the same in training and outside of it, and writes into no buffer."""
+    """Whether it computes the same in training and outside of it, writes into no buffer, and leaves nothing
+    on itself, which somebody may read there."""
     before = [buffer.clone() for buffer in isolated.buffers()]
+    held = {**vars(isolated)}
     with torch.random.fork_rng(devices=()):
         trained = run_probe(isolated.train(), x)
     written = not all(map(torch.equal, before, isolated.buffers()))
     output = run_probe(isolated.eval(), x)
+    left = any(held.get(name) is not value for name, value in vars(isolated).items())
     same = trained is not None and output is not None and torch.equal(trained, output)
-    return same and not written
+    return same and not (written or left)
 
 
 _PLAIN = frozenset((bool, int, float, str, torch.dtype, type(None)))
@@ -232,7 +242,7 @@ def _probe(module: nn.Module, call: Call, trace: Trace, dim: int) -> NormSpec | 
         where = "the last dimension" if dim == -1 else "the channels"
         return f"computes neither LayerNorm nor RMSNorm over {where}"
     if not is_steady(isolated, rows):
-        return "computes something else in training, or writes into a buffer"
+        return "computes something else in training, writes into a buffer, or leaves a value on the module"
     stock = type(module) in _STOCK  # whose gradients over one channel are nothing but rounding
     if not (stock or has_gradients_of_norm(isolated, rows, names, found)):
         return "its gradients, or its values far out, are not those of the norm that it seems to be"

@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from lowmem_patch import plan_patch
+from lowmem_patch import patch_model, plan_patch
 from lowmem_patch.tracing import probes
 
 
@@ -122,3 +123,63 @@ def test_what_a_slot_holds_is_never_taken_for_equal() -> None:
     for relu in (True, False):
         probes.match_activation(BySlot(relu), known)
     assert len(known) == 2
+
+
+class Remembering(nn.Module):
+    """An activation that leaves what it gave on itself, as tools that look into a model do."""
+
+    last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = F.gelu(x)
+        return self.last
+
+
+class Codebook(nn.Module):
+    """It is no module of the forward: one of its methods is called, which makes a table once (Mimi's)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums = nn.Buffer(torch.randn(4, 8))
+        self.table: Tensor | None = None
+        self.given: Tensor | None = None
+
+    def nearest(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = self.sums / 2
+        self.given = x * 2
+        return torch.cdist(x, self.table).argmin(-1)
+
+
+class Quantising(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(8, 8), Remembering(), nn.Linear(8, 8)
+        self.book = Codebook()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.act(self.up(x))
+        y: Tensor = self.down(h) + self.book.nearest(h)[..., None]
+        return y
+
+
+def test_an_activation_that_leaves_its_value_on_itself_stays() -> None:
+    assert probes.match_activation(Remembering()) is None
+    model = Quantising()
+    x = torch.randn(2, 8)
+    patch_model(model, example_inputs=x)
+    model(x).sum().backward()
+    assert isinstance(model.act, Remembering) and model.act.last is not None
+    torch.testing.assert_close(model.act.last + 0, F.gelu(model.up(x)))
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_a_model_that_remembers_tensors_of_a_forward_is_planned(called: bool) -> None:
+    """Fake ones of the trace, and those of an earlier forward, which hang on its graph."""
+    model = Quantising()
+    x = torch.randn(2, 8)
+    if called:
+        model(x)
+    report = plan_patch(model, example_inputs=x)
+    assert 0 < report.saved_after < report.saved_before
+    assert not isinstance(model.book.table, FakeTensor)
