@@ -73,7 +73,7 @@ def plan_patch(
             size, or ``optimizer``, ``accumulation`` or ``gpus`` without a budget.
         TraceError: the model cannot be run on the inputs.
         PatchError: the model is part of a larger model that is patched, torch.compile wraps it,
-            torch.jit.script compiled it, or a weight has no shape yet.
+            torch.jit compiled it, or a weight has no shape yet.
         BudgetError: nothing fits in the budget; the text names the least one, and what would help.
     """
     checked_model(model, "plan_patch")

@@ -48,7 +48,7 @@ def refuse_unready(model: nn.Module) -> None:
     """Refuse a model that nobody can look at or change.
 
     Raises:
-        PatchError: torch.compile or FSDP1 wraps it or a part of it, torch.jit.script compiled it, it has
+        PatchError: torch.compile or FSDP1 wraps it or a part of it, torch.jit compiled it, it has
             weights that only its first forward makes, or tensors made here have no history or no data.
     """
     if torch.is_inference_mode_enabled():
@@ -75,8 +75,9 @@ def refuse_unready(model: nn.Module) -> None:
                 "weights in flat shards: patch the model first, and wrap it after that"
             )
     if isinstance(model, torch.jit.ScriptModule):
+        made = "trace" if isinstance(model, torch.jit.TopLevelTracedModule) else "script"
         raise PatchError(
-            "torch.jit.script compiled this model, and nothing in it can be exchanged: patch the model of "
+            f"torch.jit.{made} compiled this model, and nothing in it can be exchanged: patch the model of "
             "which it was made"
         )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

@@ -65,11 +65,14 @@ def _pays(facts: Facts, config: PatchConfig, chains: list[Chain]) -> bool:
     """Whether the chains of a module can be computed again, and save enough."""
     name = chains[0].module
     gain = sum(_gain(facts, config, chain) for chain in chains)
-    gain -= _more_bytes(facts, config, _read_beside(facts, config, chains))
+    alike = _alike(facts, config, chains)
+    gain -= _more_bytes(facts, config, _read_beside(alike, chains))
     return (
         next_to_nothing(facts, gain * facts.alike(name), _WORTH) is None
         and forward_obstacle(facts, name, gain) is None
         and all(_can_wait(facts, chain) for chain in chains)
+        # a write into what these give is seen
+        and _can_wait(facts, alike, written=True)
     )
 
 
@@ -78,8 +81,8 @@ def chain_sources(facts: Facts, config: PatchConfig) -> set[int]:
     """Ids of the tensors that are saved in the place of what chains save."""
     planned = planned_chains(facts, config).values()
     own = {id(t) for chains in planned for chain in chains for t in chain.sources}
-    beside = (read for chains in planned for read in _read_beside(facts, config, chains))
-    return own | {id(tensor) for tensor in beside}
+    beside = (_read_beside(_alike(facts, config, chains), chains) for chains in planned)
+    return own | {id(tensor) for read in beside for tensor in read}
 
 
 def _saving_chains(facts: Facts, config: PatchConfig) -> Iterator[Chain]:
@@ -211,28 +214,33 @@ def _more_bytes(facts: Facts, config: PatchConfig, tensors: list[Tensor]) -> int
     )
 
 
-def _read_beside(facts: Facts, config: PatchConfig, chains: list[Chain]) -> list[Tensor]:
-    """What functions with a gradient read that are not of the chains, of the module or of those in it, which
-    are called as those of the chains are, so that its forward lets them wait, too."""
+def _alike(facts: Facts, config: PatchConfig, chains: list[Chain]) -> Chain:
+    """The functions with a gradient that are not of the chains, of the module or of those in it, which are
+    called as those of the chains are, so that its forward lets them wait, too."""
     name = chains[0].module
-    whole = Chain(name)
+    whole, alike = Chain(name), Chain(name)
     for chain in chains:
         whole.ops.update(chain.ops)
         whole.calls |= chain.calls
-    made, own = set(whole.made), set(map(id, whole.ops.values()))
+    made = set(whole.made)
     # of a norm that is left alone, the forward does not know that a norm made its output
     makers = maker_in(made, _normed(facts, config)), maker_in(made, frozenset())
-    alike = []
-    for op in facts.trace.ops:
+    for number, op in enumerate(facts.trace.ops):
         inside = op.module == name or op.module.startswith(f"{name}.")
-        if not inside or id(op) in own or not any(t.requires_grad for t in op.outputs):
+        if not inside or number in whole.ops or not any(t.requires_grad for t in op.outputs):
             continue
         if any(
             elementwise_call(op.name, op.args, op.kwargs, maker) in whole.calls for maker in makers
         ):
             made.add(id(op.outputs[0]))
-            alike.append(op)
-    return [tensor for op in alike for tensor in op.reads if id(tensor) not in made]
+            alike.ops[number] = op
+    return alike
+
+
+def _read_beside(alike: Chain, chains: list[Chain]) -> list[Tensor]:
+    """What `_alike` functions read that neither they nor the chains make."""
+    made = {key for chain in chains for key in chain.made}
+    return [tensor for tensor in alike.sources if id(tensor) not in made]
 
 
 def _still_saved(facts: Facts, chain: Chain) -> set[int]:
@@ -305,13 +313,17 @@ def readers(facts: Facts, chain: Chain) -> list[Consumer]:
     return [one for one in found if id(one.op) not in own]
 
 
-def _can_wait(facts: Facts, chain: Chain) -> bool:
-    """Whether nobody writes into what a chain reads or makes, or asks for the memory of that."""
+def _can_wait(facts: Facts, chain: Chain, *, written: bool = False) -> bool:
+    """Whether nobody writes into what a chain reads or makes, or asks for the memory of that; ``written``:
+    what it makes may be written into."""
+    if not chain.ops:
+        return True
     held = [t for t in chain.sources if storage_key(t) in facts.state_keys]
     # of the model's own, any write: that of the next forward may come before this one's backward
     if facts.writes.later(chain.sources, min(chain.ops)) or facts.writes.later(held, 0):
         return False
     return not any(
-        reader.use == "write" or (reader.op is not None and reader.op.role.has(NEEDS_TENSOR))
+        (reader.use == "write" and not written)
+        or (reader.op is not None and reader.op.role.has(NEEDS_TENSOR))
         for reader in readers(facts, chain)
     )

@@ -43,11 +43,15 @@ def test_a_compiled_block_is_named() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own: a FutureWarning since 2.15
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")  # likewise
 def test_a_scripted_model_and_one_without_shapes_are_refused() -> None:
     layers: Any = [nn.LazyLinear(8), nn.GELU(), nn.Linear(8, 4)]
     lazy, x = nn.Sequential(*layers), torch.randn(3, 5)
     scripted: Any = torch.jit.script(nn.Sequential(nn.Linear(5, 8), *layers[1:]))
-    for model, said in ((lazy, "0.weight has no shape"), (scripted, "torch.jit.script compiled")):
+    traced: Any = torch.jit.trace(nn.Sequential(nn.Linear(5, 8), *layers[1:]), x)
+    refused = {lazy: "0.weight has no shape"}
+    refused |= {scripted: "torch.jit.script compiled", traced: "torch.jit.trace compiled"}
+    for model, said in refused.items():
         for call in (patch_model, plan_patch):
             with pytest.raises(PatchError, match=said):
                 call(model, example_inputs=x)

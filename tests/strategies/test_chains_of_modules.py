@@ -245,3 +245,38 @@ def test_an_activation_that_is_concatenated_is_not_saved(monkeypatch: pytest.Mon
     assert [hasattr(source, "held_values") for source in joined.sources] == [False, True]
     y.sum().backward()
     assert_same_step(model, twin, rows())
+
+
+class Beside(nn.Module):
+    """A chain, and functions that are called as those of the chain are."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.gate, self.up, self.other, self.down = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up, other = self.gate(x), self.up(x), self.other(x)
+        h = torch.sigmoid(1.7 * gate) * gate * (up + 1)
+        alike = 1.7 * other
+        if self.how == "its source is written":
+            other.add_(1.0)
+        if self.how == "it is written":
+            alike.add_(1.0)
+        read = alike * 2.3 + alike.sin()
+        if self.how == "a late hook" and alike.requires_grad:
+            alike.register_hook(lambda gradient: 1.5 * gradient)
+        y: Tensor = self.down(h) + read + alike
+        return y
+
+
+@pytest.mark.filterwarnings("ignore:nothing was patched:UserWarning")
+@pytest.mark.parametrize(
+    "how", ["nothing", "its source is written", "it is written", "a late hook"]
+)
+def test_functions_called_as_those_of_a_chain_may_be_written_or_hooked(how: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(Beside(how))
+    model = patch_model(copy.deepcopy(plain), CHAINS, example_inputs=rows())
+    assert bool(chains_of(model)) == (how in ("nothing", "it is written"))
+    assert_same_step(model, plain, rows())
