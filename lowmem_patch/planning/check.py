@@ -75,7 +75,7 @@ def refuse_unready(model: nn.Module) -> None:
                 "weights in flat shards: patch the model first, and wrap it after that"
             )
     if isinstance(model, torch.jit.ScriptModule):
-        made = "trace" if isinstance(model, torch.jit.TopLevelTracedModule) else "script"
+        made = "trace" if "Traced" in type(model).__name__ else "script"
         raise PatchError(
             f"torch.jit.{made} compiled this model, and nothing in it can be exchanged: patch the model of "
             "which it was made"
