@@ -126,6 +126,7 @@ def is_steady(isolated: nn.Module, x: Tensor) -> bool:
     """Whether it computes the same in training and outside of it, writes into no buffer, and leaves nothing
     on itself, which somebody may read there."""
     before = [buffer.clone() for buffer in isolated.buffers()]
+    isolated.eval()
     held = {**vars(isolated)}
     with torch.random.fork_rng(devices=()):
         trained = run_probe(isolated.train(), x)
