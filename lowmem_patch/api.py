@@ -312,7 +312,8 @@ def unpatch_model(model: ModelT) -> ModelT:
     Weights that were folded are divided by gamma again in float64, so they agree with the original up
     to one rounding of their dtype. Where adapters were added on folded weights after patching, the
     weights stay folded (the adapters were made for them), and a warning says so. A part of a patched model
-    (what PEFT's ``merge_and_unload`` returns) is put back as well; the rest of that model stays patched.
+    (what PEFT's ``merge_and_unload`` returns) is put back as well; the rest of that model stays patched. A
+    model that is not patched is returned as it is.
 
     Raises:
         ConfigError: ``model`` is no model.

@@ -326,3 +326,13 @@ def test_a_70b_config_within_a_minute_and_24_gib(tmp_path: Path) -> None:
     others = 2 * 128256 * 8192 * 2
     assert memory["before"]["parameters"] == pytest.approx(base * (0.5 + 1 / 64) + others, rel=0.03)
     assert memory["largest_after"] > memory["largest_before"] >= 1
+
+
+def test_rows_longer_than_the_models_positions_are_named(shallow: Path) -> None:
+    said = "--seq-len 200 is more than the 128 positions of LlamaForCausalLM"
+    assert said in " ".join(call("inspect", shallow, "--seq-len", "200").stderr.split())
+    assert "positions" not in call("inspect", shallow, "--seq-len", "128").stderr
+
+
+def test_a_misspelt_name_of_timm_is_told_the_nearest() -> None:
+    refused("inspect", "timm/vit_base_patch16_24", naming="did you mean vit_base_patch16_224?")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import re
 from pathlib import Path
@@ -218,9 +219,20 @@ def _snapshot(name: str, repository: str, revision: str | None, patterns: list[s
         raise CheckpointError(f"{name} could not be downloaded: {first_line(error)}") from error
 
 
+def _meant(name: str) -> str:
+    """A question for the name of timm that is spelt most like this one."""
+    import timm
+
+    close = difflib.get_close_matches(
+        name.removeprefix("timm/"), timm.list_models(), n=1, cutoff=0.8
+    )
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
 def _unreachable(name: str) -> str:
     missing = (
         f"{name} is neither a folder, nor in the local hub cache, nor a model name that timm knows"
+        f"{_meant(name)}"
     )
     if _timm_name(name) is not None:
         missing = f"the weights of {name}, whose name timm knows, are not in the local hub cache"

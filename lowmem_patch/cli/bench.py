@@ -138,7 +138,7 @@ def _check_names(model: str | None, shape: str | None, layers: int | None) -> No
     from lowmem_patch.bench import SHAPES
 
     if (model is None) == (shape is None):
-        raise ConfigError("give either MODEL or --shape, not both: a checkpoint, or random weights")
+        raise ConfigError("give MODEL (a checkpoint) or --shape (random weights), and not both")
     if shape is not None and shape not in SHAPES:
         raise ConfigError(f"--shape {shape!r} is none of {', '.join(SHAPES)}")
     if layers is not None and (shape is None or SHAPES[shape].layers is None):

@@ -157,6 +157,18 @@ def with_adapters(
     return model
 
 
+def name_missing_positions(model: Any, length: int | None) -> None:
+    """Say on standard error where rows are longer than the model has positions."""
+    from lowmem_patch.memory import most_positions
+
+    positions = most_positions(model)
+    if length is not None and positions is not None and length > positions:
+        print_note(
+            f"--seq-len {length} is more than the {positions} positions of {type(model).__name__} "
+            "(max_position_embeddings): it may not run, or run badly"
+        )
+
+
 def name_unused_length(model: Any, length: int | None) -> None:
     """Say on standard error where a length was given, and another would make no other inputs."""
     from lowmem_patch.tracing.example_inputs import make_example_inputs

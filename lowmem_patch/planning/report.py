@@ -195,7 +195,7 @@ class PatchReport:
                 f"{human_bytes(self.saved_after)} ({fewer_or_more(self.saved_before, self.saved_after)}) "
                 f"for {self.inputs}"
             )
-            lines += self._elsewhere()
+            lines += self._elsewhere() or self._no_gain()
         elif self.saved_before:
             lines.append(
                 f"saved activation bytes: {human_bytes(self.saved_before)} before, for {self.inputs}"
@@ -219,18 +219,31 @@ class PatchReport:
         parts = []
         if steps:
             kinds = ", ".join(sorted({site.kind for site in steps}))
-            parts.append(
-                f"{len(steps)} activations ({kinds}) keep codes of {self.config.bits} bits"
+            keep = (
+                f"activations ({kinds}) keep" if len(steps) > 1 else f"activation ({kinds}) keeps"
             )
+            parts.append(f"{len(steps)} {keep} codes of {self.config.bits} bits")
         if stored:
-            parts.append(
-                f"{len(stored)} Linears and attentions store in 8 bits what the backward reads, also that of "
-                "norms and activations in front of them"
+            several = (
+                "Linears and attentions store" if len(stored) > 1 else "Linear or attention stores"
             )
+            parts.append(
+                f"{len(stored)} {several} in 8 bits what the backward reads, also that of norms and "
+                "activations in front"
+            )
+        number = len(self.approximate)
         return [
-            f"gradients: approximate at {len(self.approximate)} sites: {' and '.join(parts)}; every other "
-            "gradient formula is exact"
+            f"gradients: approximate at {number} site{'s' if number > 1 else ''}: {' and '.join(parts)}; "
+            "every other gradient formula is exact"
         ]
+
+    def _no_gain(self) -> list[str]:
+        """That a patch is of no use for such inputs, as where the head of a frozen model trains alone."""
+        if self.saved_after < self.saved_before or not self.patched:
+            return []
+        unreached = not any(site.bytes_before for site in self.patched)
+        why = ": no gradient passes through the patched sites, and autograd saves nothing there"
+        return [f"the patch saves no memory for such inputs{why if unreached else ''}"]
 
     def _elsewhere(self) -> list[str]:
         """How much less modules save that have no row."""
@@ -267,6 +280,8 @@ class PatchReport:
             "a site is a place that may be patched, such as a norm or an activation; bytes are for "
             f"{self.inputs}, and a tensor that a Linear saves as well counts with the Linear"
         )
+        if any(site.strategy == "eight_bit" for site in self.sites):
+            text += "; the 8 bits of what several Linears read count with the norm in front of them"
         if any(s.strategy == "recompute" and s.bytes_before == s.bytes_after for s in self.sites):
             text += (
                 "; a recomputed site whose bytes stay equal saves memory elsewhere: the module that reads "

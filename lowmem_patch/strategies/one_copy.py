@@ -41,8 +41,10 @@ def find(facts: Facts, config: PatchConfig) -> Found:
 
     before = nn.Module.register_forward_pre_hook
     siblings = list(_siblings(facts, config))
-    number = sum(len(own) for _, own in siblings)
+    number, groups = sum(len(own) for _, own in siblings), len(siblings)
     text = f"where autocast is on, {number} Linears that read one tensor save one cast of it"
+    if groups > 1:
+        text = f"where autocast is on, {number} Linears in {groups} groups save one cast for each group"
     return Found(
         [
             *(patch(name, before, Own(keep_weight)) for name in _frozen_linears(facts, config)),

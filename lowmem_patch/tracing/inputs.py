@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lowmem_patch.errors import TraceError
@@ -48,19 +49,15 @@ def as_example_inputs(inputs: Any) -> ExampleInputs:
     if isinstance(inputs, Tensor):
         return ExampleInputs((inputs,))
     if hasattr(inputs, "keys"):
-        found = ExampleInputs((), dict(inputs))
-        # beside tensors a model may take lists, such as the sizes of images
-        for name, value in () if found.tensors else found.kwargs.items():
-            row = value[0] if isinstance(value, list) and value else None
-            if isinstance(row, list) and row and isinstance(row[0], int):
-                raise TraceError(
-                    f"example_inputs[{name!r}] is a list of lists of numbers: give a tensor, as a tokenizer "
-                    'with return_tensors="pt" does'
-                )
-        return found
+        return _by_name(dict(inputs))
     if isinstance(inputs, tuple):
         return ExampleInputs(inputs)
     kind = type(inputs).__name__
+    if isinstance(inputs, list) and inputs and all(isinstance(one, Tensor) for one in inputs):
+        raise TraceError(
+            f"example_inputs is a list of {len(inputs)} tensors, as a DataLoader gives images and labels: "
+            "give what the forward takes of it, such as batch[0], or a tuple of its arguments"
+        )
     mend = _MENDS.get(kind, "take one batch, such as next(iter(dataloader))")
     raise TraceError(
         "example_inputs must be one batch: a mapping of tensors (the forward's keyword arguments), a tuple "
@@ -68,6 +65,36 @@ def as_example_inputs(inputs: Any) -> ExampleInputs:
     )
 
 
+def _by_name(inputs: dict[str, Any]) -> ExampleInputs:
+    """Keyword arguments. Beside tensors a model may take lists, such as the sizes of images."""
+    found = ExampleInputs((), inputs)
+    for name, value in () if found.tensors else inputs.items():
+        if type(value).__name__ == "ndarray":
+            raise TraceError(f"example_inputs[{name!r}] is a numpy array: {_MENDS['ndarray']}")
+        row = value[0] if isinstance(value, list) and value else None
+        if isinstance(row, list) and row and isinstance(row[0], int):
+            raise TraceError(
+                f"example_inputs[{name!r}] is a list of lists of numbers: give a tensor, as a tokenizer "
+                'with return_tensors="pt" does'
+            )
+    return found
+
+
+def about_arguments(model: nn.Module, inputs: ExampleInputs, error: Exception) -> str:
+    """For the message of a forward that failed: what it takes, where its arguments may be to blame."""
+    if inputs.tensors and not inputs.args[1:] and not isinstance(error, (TypeError, ValueError)):
+        return ""
+    named = [
+        name
+        for name, parameter in inspect.signature(model.forward).parameters.items()
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    few = named if len(named) <= _MOST else [*named[:_MOST], "..."]
+    takes = f"; its forward takes ({', '.join(few)})" if named else ""
+    return takes + ("; are labels among the inputs?" if len(inputs.args) > 1 else "")
+
+
+_MOST = 6  # names of arguments that an error lists
 _MENDS = {
     "ndarray": "make a tensor of it by torch.from_numpy",
     "str": "let a tokenizer make tensors of it",

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lowmem_patch.errors import TraceError
 from lowmem_patch.tracing.call_arguments import dropout_call
+from lowmem_patch.tracing.inputs import about_arguments
 from lowmem_patch.tracing.isolation import in_training_mode
 from lowmem_patch.tracing.observers import DispatchObserver, FunctionObserver, observed_calls
 from lowmem_patch.tracing.op_roles import NEVER_WRITES, Role, function_name, role_of
@@ -344,9 +345,10 @@ def trace_forward(shadow: Shadow, *, structure: bool = True) -> Trace:
         try:
             output = model(*inputs.args, **inputs.kwargs)
         except Exception as error:  # of a foreign forward: the user is told which model and why
+            takes = about_arguments(model, inputs, error)
             raise TraceError(
                 f"{type(model).__name__} could not be run on the example inputs "
-                f"({str(inputs) or 'no tensors'}): {_module_of(error, model)}: {_text_of(error)}"
+                f"({str(inputs) or 'no tensors'}): {_module_of(error, model)}: {_text_of(error)}{takes}"
             ) from error
     given = [output_tensors(output), *(attributes_of(module) for module in model.modules())]
     trace.outputs = {id(tensor) for tensor in tensors_in(given)}

@@ -29,6 +29,10 @@ def test_a_report_ends_with_whether_gradients_are_exact(make: Make) -> None:
     text = " ".join(" ".join(lines["paper"]).split())
     assert "gradients: approximate at 2 sites: 2 activations (silu) keep codes of 2 bits;" in text
     assert "Linears and attentions store in 8 bits" in " ".join(" ".join(lines["compact"]).split())
+    toy = Toy(mlp).requires_grad_(False)
+    toy.down.requires_grad_(True)
+    one = " ".join(plan_patch(toy, "compact", example_inputs=batch()).about_gradients)
+    assert "approximate at 1 site: 1 Linear or attention stores in 8 bits" in one
     nothing = plan_patch(copy.deepcopy(model).requires_grad_(False), example_inputs=inputs)
     assert not nothing.about_gradients
 
