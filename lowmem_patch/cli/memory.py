@@ -176,12 +176,12 @@ def _look(model: Any, config: PatchConfig, training: Training, asked: Asked) -> 
         # without a cache transformers looks whether sequences are packed; fake positions do not tell, so
         # that it makes masks, which real ones do not
         config_of.use_cache = True
-    options.name_missing_positions(model, asked.length)
     budget = None if asked.memory is None else make_budget(asked.memory, model)
     host = 0 if asked.fit is None else asked.host(training.gpus)
     asked, solved = _solved(model, config, training, asked, host)
     make = _maker(model)
     inputs = make(asked.batch_size, asked.length or default_length(model))
+    options.name_missing_positions(model, asked.length)
     assumed = assumptions(model, inputs, training, asked, solved, host)
     plans = make_plans(model, config, inputs)
     report = plans.report
