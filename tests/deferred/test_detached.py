@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_patch import patch_model
+from lowmem_patch.nn.deferred import Unstored
 from tests.support.chained import CHAINS
 from tests.support.judge import assert_same_step
 from tests.support.toys import Toy, assert_same_steps, batch, patched_twin
@@ -111,6 +112,49 @@ def test_a_transposition_in_place_in_front_of_a_convolution_is_seen() -> None:
     patched = patch_model(copy.deepcopy(plain), "exact", example_inputs=batch())
     plain[0].in_place = patched[0].in_place = True
     assert_same_step(patched, plain, batch())
+
+
+TURNS: dict[str, Callable[[Tensor], Tensor]] = {
+    "unsqueeze_": lambda h: h.unsqueeze_(-1),
+    "squeeze_": lambda h: h.squeeze_(0),
+    "t_": lambda h: h.t_(),
+    "transpose_": lambda h: h.transpose_(0, 1),
+    "as_strided_": lambda h: h.as_strided_((8, 4), (1, 8)),
+}
+
+
+@pytest.mark.parametrize("turn", TURNS.values(), ids=TURNS)
+def test_a_value_without_storage_has_the_shape_that_it_gets_in_place(turn: Any) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up, self.down = (nn.Linear(8, 8) for _ in range(3))
+            self.turns = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            gate = self.gate(x)
+            h = torch.sigmoid(1.7 * gate) * gate * (self.up(x) + 1)
+            if not self.turns:
+                y: Tensor = self.down(h)
+                return y
+            given, waits = h, isinstance(h, Unstored)
+            turn(h)
+            self.turned = waits, given is h, h.shape, h.stride(), h.detach().clone()
+            return h.square().sum()
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(Block())
+    patched = patch_model(copy.deepcopy(plain), CHAINS, example_inputs=torch.randn(4, 8))
+    x = torch.randn(1 if turn is TURNS["squeeze_"] else 4, 8)
+    found = []
+    for model in (patched, plain):
+        model[0].turns = True
+        model(x).backward()
+        found.append((model[0].turned, model[0].up.weight.grad))
+    (waited, *turned), (_, *wanted) = (one for one, _ in found)
+    assert waited and turned[:3] == wanted[:3] and turned[0]
+    torch.testing.assert_close(turned[3], wanted[3])
+    torch.testing.assert_close(found[0][1], found[1][1])
 
 
 def test_the_gradient_edge_of_a_read_activation_is_a_clear_error() -> None:
