@@ -269,12 +269,15 @@ class _ScriptRecorder(DispatchObserver):
 
 def _record_custom_functions(trace: Trace) -> None:
     """Add the consumers that only autograd knows: custom functions whose kernels are no torch ops."""
-    tensors = {
-        (node, tensor.output_nr): tensor
-        for op in trace.ops
-        for tensor in op.outputs
-        if (node := node_of(tensor)) is not None
-    }
+    with (
+        torch._C.DisableTorchFunctionSubclass()
+    ):  # a deferred tensor refuses to tell, once it is read
+        tensors = {
+            (node, tensor.output_nr): tensor
+            for op in trace.ops
+            for tensor in op.outputs
+            if (node := node_of(tensor)) is not None
+        }
     pending: list[Any] = [node_of(tensor) for tensor in tensors_in(trace.keep_alive)]
     seen: set[Any] = {None}
     while pending:

@@ -27,6 +27,7 @@ def test_the_page_has_code_for_each_library() -> None:
         "Lightning",
         "diffusers",
         "timm",
+        "CUDA graphs",
     }
     assert set(CODE) == titles
 
