@@ -310,8 +310,8 @@ def test_a_failure_is_in_the_table_and_exit_codes(
 @pytest.mark.parametrize(
     ("arguments", "naming"),
     [
-        ((), "either MODEL or --shape"),
-        (("x", "--shape", "vit-b"), "either MODEL or --shape"),
+        ((), "MODEL (a checkpoint) or --shape"),
+        (("x", "--shape", "vit-b"), "MODEL (a checkpoint) or --shape"),
         (("--shape", "gpt-5"), "llama-3-8b"),
         (("--shape", "swin-t", "--layers", "2"), "--layers"),
         (("x", "--layers", "2"), "--layers"),

@@ -53,12 +53,12 @@ def as_example_inputs(inputs: Any) -> ExampleInputs:
     if isinstance(inputs, tuple):
         return ExampleInputs(inputs)
     kind = type(inputs).__name__
-    if isinstance(inputs, list) and inputs and all(isinstance(one, Tensor) for one in inputs):
-        raise TraceError(
-            f"example_inputs is a list of {len(inputs)} tensors, as a DataLoader gives images and labels: "
-            "give what the forward takes of it, such as batch[0], or a tuple of its arguments"
-        )
     mend = _MENDS.get(kind, "take one batch, such as next(iter(dataloader))")
+    if isinstance(inputs, list) and inputs and all(isinstance(one, Tensor) for one in inputs):
+        mend = (
+            "a DataLoader gives images and labels in one. Give what the forward takes, such as batch[0], or "
+            "a tuple of its arguments"
+        )
     raise TraceError(
         "example_inputs must be one batch: a mapping of tensors (the forward's keyword arguments), a tuple "
         f"of its arguments, or one tensor. This is a {kind}: {mend}"

@@ -32,7 +32,7 @@ def said_of(model: Any, inputs: Any) -> str:
     [
         (
             [IMAGES, LABELS],
-            "a list of 2 tensors, as a DataLoader gives images and labels: give what",
+            "This is a list: a DataLoader gives images and labels in one. Give what",
         ),
         ((IMAGES, LABELS), "forward takes (x, attn_mask, is_causal); are labels among the inputs?"),
         ({"pixel_values": IMAGES}, "its forward takes (x, attn_mask, is_causal)"),
