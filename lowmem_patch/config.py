@@ -117,7 +117,7 @@ def load_config(config: str | Path | Mapping[str, Any] | PatchConfig) -> PatchCo
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(
             f"unknown preset {text!r}: use one of {', '.join(preset_names())}, or a path ending in .yaml"
-            f"{_meant([text], preset_names())}"
+            f"{did_you_mean([text], preset_names())}"
         )
     try:
         content = path.read_text(encoding="utf-8")
@@ -177,7 +177,7 @@ def _from_mapping(data: Mapping[str, Any], *, name: str, where: str) -> PatchCon
         batch = "" if words else " (a batch is given as example_inputs=)"
         raise ConfigError(
             f"{where}: unknown key {', '.join(unknown)}; known keys are {', '.join(sorted(known))}"
-            f"{_meant(unknown, known)}{batch}"
+            f"{did_you_mean(unknown, known)}{batch}"
         )
     try:
         return PatchConfig(**{"name": name, **data})
@@ -185,8 +185,9 @@ def _from_mapping(data: Mapping[str, Any], *, name: str, where: str) -> PatchCon
         raise ConfigError(f"{where}: {error}") from None
 
 
-def _meant(given: Iterable[str], known: Iterable[str]) -> str:
-    """A question for the known words that are spelt most like those that were given."""
+def did_you_mean(given: Iterable[str], known: Iterable[str], cutoff: float = 0.6) -> str:
+    """A question for the known words that are spelt most like those that were given; ``cutoff`` as of
+    `difflib.get_close_matches`."""
     names = tuple(known)
-    close = [word for one in given for word in difflib.get_close_matches(one, names, n=1)]
+    close = [word for one in given for word in difflib.get_close_matches(one, names, 1, cutoff)]
     return f" (did you mean {', '.join(close)}?)" if close else ""

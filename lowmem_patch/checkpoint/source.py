@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import re
 from pathlib import Path
@@ -21,6 +20,7 @@ from huggingface_hub.errors import (
 )
 
 from lowmem_patch.checkpoint.weights import WEIGHT_FILES, find_weights, read_index
+from lowmem_patch.config import did_you_mean
 from lowmem_patch.errors import CheckpointError
 
 # The small files of a hub repository: the description of the model, without its weights.
@@ -223,10 +223,8 @@ def _meant(name: str) -> str:
     """A question for the name of timm that is spelt most like this one."""
     import timm
 
-    close = difflib.get_close_matches(
-        name.removeprefix("timm/"), timm.list_models(), n=1, cutoff=0.8
-    )
-    return f" (did you mean {close[0]}?)" if close else ""
+    # names of timm are much alike
+    return did_you_mean([name.removeprefix("timm/")], timm.list_models(), cutoff=0.8)
 
 
 def _unreachable(name: str) -> str:

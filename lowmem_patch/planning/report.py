@@ -241,9 +241,9 @@ class PatchReport:
         """That a patch is of no use for such inputs, as where the head of a frozen model trains alone."""
         if self.saved_after < self.saved_before or not self.patched:
             return []
-        unreached = not any(site.bytes_before for site in self.patched)
+        reached = any(site.bytes_before for site in self.patched)
         why = ": no gradient passes through the patched sites, and autograd saves nothing there"
-        return [f"the patch saves no memory for such inputs{why if unreached else ''}"]
+        return [f"the patch saves no memory for such inputs{'' if reached else why}"]
 
     def _elsewhere(self) -> list[str]:
         """How much less modules save that have no row."""

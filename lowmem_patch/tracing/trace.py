@@ -269,9 +269,8 @@ class _ScriptRecorder(DispatchObserver):
 
 def _record_custom_functions(trace: Trace) -> None:
     """Add the consumers that only autograd knows: custom functions whose kernels are no torch ops."""
-    with (
-        torch._C.DisableTorchFunctionSubclass()
-    ):  # a deferred tensor refuses to tell, once it is read
+    # a deferred tensor that was read refuses to tell torch functions
+    with torch._C.DisableTorchFunctionSubclass():
         tensors = {
             (node, tensor.output_nr): tensor
             for op in trace.ops
