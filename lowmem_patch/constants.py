@@ -49,14 +49,15 @@ EIGHT_BIT_LEVELS: Final = 127
 
 
 class ChannelNormInput(NamedTuple):
-    """What a norm over channels, and the activation h behind it, are computed of.
+    """What a norm over channels, the residual sum and the activation h behind it are computed of.
 
     Attributes:
         x: ``[B, C, ...]`` without gaps.
         mean, rstd: ``[C]``, or ``[B groups]`` where there are groups; float32, or float64 for such an x.
         weight, bias: ``[C]`` or None.
         groups: of channels, of each sample; 0: BatchNorm, whose channels are those of all samples.
-        kind: of h; None for the norm alone.
+        kind: of h; None for the norm or the sum itself.
+        residual: what is added to the norm before h, in the shape and strides of x; None for no sum.
     """
 
     x: Tensor
@@ -66,6 +67,7 @@ class ChannelNormInput(NamedTuple):
     bias: Tensor | None
     groups: int
     kind: ActivationKind | None
+    residual: Tensor | None = None
 
 
 class EightBits(NamedTuple):

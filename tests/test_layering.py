@@ -53,7 +53,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tracing.consumers", "tracing.functions", "tracing.gated_norms"),
     ("config",),
     ("strategies.protocol",),
-    ("strategies.fold_weights", "strategies.norm_sites", "strategies.swap"),
+    (
+        "strategies.fold_weights",
+        "strategies.norm_sites",
+        "strategies.normed_channels",
+        "strategies.swap",
+    ),
     (
         "strategies.activations",
         "strategies.checkpointing",

@@ -1,12 +1,12 @@
 """A norm over channels and the activation behind it, which save the norm's input and nothing else.
 
-    z = (x - mean) rstd,    y = z w[c] + b[c],    a = h(y)
+    z = (x - mean) rstd,    y = z w[c] + b[c],    a = h(y)    or, of a residual block,    a = h(y + r)
 
 mean and rstd are of one channel in the whole batch (BatchNorm), or of a group of channels of one sample
 (GroupNorm); w and b are of a channel c. With means over the same elements,
 
     d_y = d_a h'(y),    g = d_y w,    d_x = rstd (g - mean(g) - z mean(g z)),
-    d_w = sum d_y z,    d_b = sum d_y
+    d_w = sum d_y z,    d_b = sum d_y,    d_r = d_y = d_a h'(y + r)
 
 Torch saves x for the norm, y for h, and a for the convolution behind it. Once mean and rstd are known, y and
 a are elementwise in x: they are computed again, and a is made of x by one kernel. (In-Place Activated
@@ -31,28 +31,31 @@ class ChannelNorm(NamedTuple):
     Attributes:
         groups: of channels, of each sample; 0: BatchNorm.
         has_weight, has_bias: whether there are w and b, ``[C]``.
-        kind: of h; None for y itself.
+        residual: whether there is r, in the shape and strides of x.
+        kind: of h; None for y, or y + r, itself.
         out_dtype: of the value.
     """
 
     groups: int
     has_weight: bool
     has_bias: bool
+    residual: bool
     kind: ActivationKind | None
     out_dtype: torch.dtype
 
     def _given(self, sources: tuple[Tensor, ...]) -> ChannelNormInput:
         x, mean, rstd, *rest = sources
-        weight = rest[0] if self.has_weight else None
-        bias = rest[-1] if self.has_bias else None
-        return ChannelNormInput(x, mean, rstd, weight, bias, self.groups, self.kind)
+        given = iter(rest)
+        has = (self.has_weight, self.has_bias, self.residual)
+        weight, bias, residual = (next(given) if one else None for one in has)
+        return ChannelNormInput(x, mean, rstd, weight, bias, self.groups, self.kind, residual)
 
     def value(self, *sources: Tensor) -> Tensor:
-        """y or a, in the strides of x; no gradient.
+        """y, y + r or a, in the strides of x; no gradient.
 
         Args:
             sources: x, contiguous, or with its channels last in a BatchNorm; mean and rstd, from
-                `channel_statistics`; w and b, those that there are.
+                `channel_statistics`; w, b and r, those that there are.
         """
         given = self._given(sources)
         made: Tensor = _forward(*given, self.out_dtype, resolve("auto", given.x))
@@ -60,10 +63,22 @@ class ChannelNorm(NamedTuple):
 
     def gradients(self, dy: Tensor, *sources: Tensor) -> tuple[Tensor | None, ...]:
         """Of the same tensors, None for mean and rstd."""
-        given = self._given(sources)
-        dx, *vectors = _backward(dy, *given, resolve("auto", given.x))
+        given, kind = self._given(sources), self.kind
+        summed: tuple[Tensor, ...] = ()
+        if self.residual:
+            dy, kind = self.sum_gradient(dy, *sources), None
+            summed = (dy,)
+        dx, *vectors = _backward(dy, *given[:6], kind, resolve("auto", given.x))
         pairs = zip((given.weight, given.bias), vectors, strict=True)
-        return dx, None, None, *(d.to(v.dtype) for v, d in pairs if v is not None)
+        return dx, None, None, *(d.to(v.dtype) for v, d in pairs if v is not None), *summed
+
+    def sum_gradient(self, dy: Tensor, *sources: Tensor) -> Tensor:
+        """Of y + r."""
+        if self.kind is None:
+            return dy
+        given = self._given(sources)
+        found: Tensor = _sum_gradient(dy, *given, resolve("auto", given.x))
+        return found
 
 
 def channel_statistics(
@@ -108,14 +123,19 @@ _statistics = _library.Operator(
     dispatched("channel_statistics"),
     _statistics_fake,
 )
-_GIVEN = "Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, int groups, str? kind"
+_NORM = "Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, int groups, str? kind"
 _forward = _library.Operator(
-    f"channel_norm_forward({_GIVEN}, ScalarType out_dtype, str implementation) -> Tensor",
-    lambda *a: module(a[-1]).channel_norm_forward(ChannelNormInput(*a[:7]), a[7]),
-    lambda x, *rest: torch.empty_like(x, dtype=rest[6]),
+    f"channel_norm_forward({_NORM}, Tensor? residual, ScalarType out_dtype, str implementation) -> Tensor",
+    lambda *a: module(a[-1]).channel_norm_forward(ChannelNormInput(*a[:8]), a[8]),
+    lambda x, *rest: torch.empty_like(x, dtype=rest[7]),
+)
+_sum_gradient = _library.Operator(
+    f"channel_sum_gradient(Tensor dy, {_NORM}, Tensor? residual, str implementation) -> Tensor",
+    lambda dy, *a: module(a[-1]).channel_sum_gradient(dy, ChannelNormInput(*a[:8])),
+    lambda dy, x, *rest: torch.empty_like(x),
 )
 _backward = _library.Operator(
-    f"channel_norm_backward(Tensor dy, {_GIVEN}, str implementation) -> (Tensor, Tensor, Tensor)",
+    f"channel_norm_backward(Tensor dy, {_NORM}, str implementation) -> (Tensor, Tensor, Tensor)",
     lambda dy, *a: module(a[-1]).channel_norm_backward(dy, ChannelNormInput(*a[:7])),
     _backward_fake,
 )

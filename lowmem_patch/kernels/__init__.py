@@ -11,6 +11,7 @@ from lowmem_patch.kernels.activations import activation_forward as activation_fo
 from lowmem_patch.kernels.channel_norms import channel_norm_backward as channel_norm_backward
 from lowmem_patch.kernels.channel_norms import channel_norm_forward as channel_norm_forward
 from lowmem_patch.kernels.channel_norms import channel_statistics as channel_statistics
+from lowmem_patch.kernels.channel_norms import channel_sum_gradient as channel_sum_gradient
 from lowmem_patch.kernels.codes import codes_backward as codes_backward
 from lowmem_patch.kernels.codes import codes_forward as codes_forward
 from lowmem_patch.kernels.cross_entropy import cross_entropy_backward as cross_entropy_backward

@@ -85,14 +85,14 @@ def _gradient_of_y(dy_ptr, place, mask, y, KIND: tl.constexpr, PRECISE: tl.const
 
 @triton.jit(do_not_specialize=["rows", "column_blocks", "channels", "per_group", "units"])
 def _elementwise_kernel(
-    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, result_ptr,
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, residual_ptr, result_ptr,
     rows, column_blocks, channels, per_group, units,
-    GRADIENT: tl.constexpr, LAST: tl.constexpr, COARSE: tl.constexpr,
+    GRADIENT: tl.constexpr, LAST: tl.constexpr, COARSE: tl.constexpr, RESIDUAL: tl.constexpr,
     GROUPED: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     KIND: tl.constexpr, PRECISE: tl.constexpr,
     UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """h(y), or the gradient of y from that of h(y)."""
+    """h(y), or the gradient of y from that of h(y); y with the residual."""
     columns = units * UNIT
     row, column, place, mask = _place(column_blocks, rows, columns, ROWS, COLUMNS)
     known = column < columns if LAST else row < rows
@@ -100,6 +100,8 @@ def _elementwise_kernel(
         x_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, row, column, place, mask, known, channels,
         per_group, LAST, GROUPED, WEIGHT, BIAS,
     )  # fmt: skip
+    if RESIDUAL:
+        y += tl.load(residual_ptr + place, mask=mask, other=0.0).to(tl.float32)
     if GRADIENT:
         y = _gradient_of_y(dy_ptr, place, mask, y, KIND, PRECISE)
     elif KIND != "":
@@ -237,18 +239,18 @@ def _constants(given: ChannelNormInput, dtype: torch.dtype) -> tuple[Any, ...]:
 
 def _elementwise(given: ChannelNormInput, dy: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """h(y), or the gradient of y from ``dy``."""
-    x, groups = given.x, given.groups
+    x, groups, residual = given.x, given.groups, given.residual
     result = torch.empty_like(x, dtype=out_dtype)
     if x.numel() == 0:
         return result
     rows, columns, last = _rows(x, groups)
     unit, (block_rows, block_columns) = _unit(columns), _tile(columns)
     blocks, channels = -(-columns // block_columns), x.shape[1]
-    own = (dy is not None, last, out_dtype == torch.bfloat16)
+    own = (dy is not None, last, out_dtype == torch.bfloat16, given.residual is not None)
     constants = (*own, *_constants(given, out_dtype), unit, block_rows, block_columns)
     _elementwise_launch(*constants)(
         (-(-rows // block_rows) * blocks, 1, 1),
-        (x if dy is None else dy, *_tensors(given), result),
+        (x if dy is None else dy, *_tensors(given), x if residual is None else residual, result),
         (rows, blocks, channels, channels // max(1, groups), columns // unit),
     )
     return result
@@ -259,11 +261,21 @@ def channel_norm_forward(given: ChannelNormInput, out_dtype: torch.dtype) -> Ten
     return _elementwise(given, None, out_dtype)
 
 
+def channel_sum_gradient(dy: Tensor, given: ChannelNormInput) -> Tensor:
+    """As of the reference; x as of `channel_norm_forward`."""
+    return _elementwise(given, _lying_as(given.x, dy), given.x.dtype)
+
+
+def _lying_as(x: Tensor, dy: Tensor) -> Tensor:
+    if dy.stride() == x.stride():
+        return dy
+    return torch.empty_like(x, dtype=dy.dtype).copy_(dy)
+
+
 def channel_norm_backward(dy: Tensor, given: ChannelNormInput) -> tuple[Tensor, Tensor, Tensor]:
     """As of the reference; x as of `channel_norm_forward`."""
-    x, mean, _, weight, _, groups, _ = given
-    if dy.stride() != x.stride():
-        dy = torch.empty_like(x, dtype=dy.dtype).copy_(dy)
+    x, mean, weight, groups = given.x, given.mean, given.weight, given.groups
+    dy = _lying_as(x, dy)
     rows, columns, last = _rows(x, groups)
     if last:
         return _backward_of_columns(dy, given)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowmem_patch.functional import (
     ActivationKind,
@@ -18,33 +18,34 @@ from lowmem_patch.functional import (
     without_grad,
 )
 from lowmem_patch.nn.context import is_foreign, unfreed
-from lowmem_patch.nn.deferred import Deferred, defer, value_of
+from lowmem_patch.nn.deferred import Deferred, Unstored, defer, value_of
 from lowmem_patch.nn.modes import ForwardMode
-from lowmem_patch.nn.op import Op, Projection
+from lowmem_patch.nn.op import Op, Projection, waits_for_gradient
 from lowmem_patch.tracing.call_arguments import ChannelNormCall, channel_norm_call
 from lowmem_patch.tracing.op_roles import Role, names_with
 
 
 class NormedChannels(Op):
-    """The output of a norm over channels, or an activation of it.
+    """The output of a norm over channels, the sum of it and a residual, or an activation of one of both.
 
-    The sources are x, mean, rstd, and the norm's weight and bias, those that there are.
+    The sources are x, mean, rstd, the norm's weight and bias, and the residual, those that there are.
 
     Args:
         norm: what is computed.
+        summed: a residual that autograd saves anyway is added to the norm's output.
         reads: how many operators read the values before they are let go, as of `Activation`.
     """
 
     written_source = (
-        "lowmem_patch: the input, the weight or the bias of a norm over channels was written in place, and "
-        "the norm and its activation are computed of them again in backward: write after the backward, or "
-        "leave this module alone (norms: keep)"
+        "lowmem_patch: the input, the weight or the bias of a norm over channels, or what is added to it, "
+        "was written in place, and the norm and its activation are computed of them again in backward: "
+        "write after the backward, or leave this module alone (norms: keep)"
     )
 
     outlives = True
 
-    def __init__(self, norm: ChannelNorm, reads: int = 1) -> None:
-        self.norm, self.reads = norm, reads
+    def __init__(self, norm: ChannelNorm, reads: int = 1, summed: bool = False) -> None:
+        self.norm, self.reads, self.summed = norm, reads, summed
 
     def dtype(self, sources: tuple[Tensor, ...]) -> torch.dtype:
         return self.norm.out_dtype
@@ -68,6 +69,42 @@ class NormedChannels(Op):
         h._value, h._times_read, h._first_version = None, 0, h._version
         return h
 
+    def plus(self, h: Deferred, other: Any) -> Any:
+        return self._sum(h, other)
+
+    def added(self, h: Deferred, other: Any) -> Any:
+        return self._sum(h, other, into=h)
+
+    def _sum(self, h: Any, other: Any, into: Any = None) -> Any:
+        if not self._adds(h, other):
+            known = isinstance(other, Unstored) and isinstance(other.op, NormedChannels)
+            if into is None and known and other.op._adds(other, h) and not other.is_changed():
+                return other.op._sum(other, h)
+            return NotImplemented
+        # a norm, or an activation of one, is computed again of what it saves; one more sum would be of
+        # all the blocks before
+        again = isinstance(other, Unstored) and isinstance(other.op, NormedChannels)
+        if not again or other.op.norm.residual or other.is_changed() or waits_for_gradient(other):
+            other = value_of(other)
+        op = NormedChannels(self.norm._replace(residual=True), self.reads)
+        op.past = (weakref.ref(h),)
+        h.was_bypassed = into is None
+        return defer(op, (*h.sources, unfreed(other)), into)
+
+    def _adds(self, h: Any, other: Any) -> bool:
+        """Whether the sum of it and another tensor can be computed of what it is computed of."""
+        if not self.summed or h.held or h._memory is not None or not isinstance(other, Tensor):
+            return False
+        if is_foreign(other) and not isinstance(other, Deferred):
+            return False
+        like = (other.shape, other.dtype, other.device, other.stride())
+        return like == (h.shape, h.dtype, h.device, h.stride()) and h.dtype == h.sources[0].dtype
+
+    def was_computed(self, sources: tuple[Tensor, ...]) -> None:
+        for source in sources:
+            if isinstance(source, Unstored):
+                source.let_go()
+
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
         if to.adapter is not None or not to.weight.requires_grad:
             return super().linear(h, to, dtype)
@@ -83,10 +120,14 @@ class DeferChannelNorms(ForwardMode):
 
     names = names_with(Role.CHANNEL_NORM)
 
+    def __init__(self, module: nn.Module, summed: bool) -> None:
+        super().__init__(module)
+        self.summed = summed
+
     def instead(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         known = func in _NORMS and self.packs_alike()
         given = channel_norm_call(func.__name__, args, kwargs) if known else None
-        made = None if given is None else deferred_norm(given)
+        made = None if given is None else deferred_norm(given, self.summed)
         return NotImplemented if made is None else made
 
 
@@ -94,8 +135,9 @@ _NORMS: tuple[Callable[..., Any], ...] = (F.batch_norm, F.group_norm, F.instance
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def deferred_norm(given: ChannelNormCall) -> Deferred | None:
-    """The norm's output; None where torch shall compute it, or say what is wrong."""
+def deferred_norm(given: ChannelNormCall, summed: bool) -> Deferred | None:
+    """The norm's output; None where torch shall compute it, or say what is wrong. ``summed``: as of
+    `NormedChannels`."""
     x = value_of(given.x)
     given = given._replace(x=x)
     if not _may_wait(given):
@@ -109,8 +151,8 @@ def deferred_norm(given: ChannelNormCall) -> Deferred | None:
     dtype = torch.promote_types(x.dtype, torch.float32) if wide else x.dtype
     vectors = [unfreed(vector) for vector in (given.weight, given.bias) if vector is not None]
     has = (given.weight is not None, given.bias is not None)
-    norm = ChannelNorm(given.groups, *has, None, dtype)
-    return defer(NormedChannels(norm), (x, mean, rstd, *vectors))
+    norm = ChannelNorm(given.groups, *has, False, None, dtype)
+    return defer(NormedChannels(norm, summed=summed), (x, mean, rstd, *vectors))
 
 
 def _may_wait(given: ChannelNormCall) -> bool:

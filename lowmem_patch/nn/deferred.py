@@ -204,11 +204,12 @@ class Unstored(Deferred):
             return [read(one) for one in item] if isinstance(item, (list, tuple)) else read(item)
 
         output = func(*map(read_all, args), **{k: read_all(v) for k, v in kwargs.items()})
-        if not mutable:
-            for item in origins.values():
-                if views:
-                    SharedMemory.of(item).watch(item)
+        for item in origins.values():
+            if views and not mutable:
+                SharedMemory.of(item).watch(item)
+            if not any(item is one for one in written):
                 item.op.was_read(item)
+        if not mutable:
             return output
         if written and written[0] is not args[0]:  # torch counts no writes into a list
             torch.autograd.graph.increment_version(written)
@@ -316,30 +317,34 @@ def detached_of(source: Tensor) -> Tensor:
 
 
 class _Defer(torch.autograd.Function):
-    """op, sources -> a tensor without storage."""
+    """op, sources -> a tensor without storage; ``into``: that one, which gives its place in the graph up."""
 
     @staticmethod
-    def forward(ctx: Any, op: Op, *sources: Tensor) -> Unstored:
+    def forward(ctx: Any, op: Op, into: Unstored | None, *sources: Tensor) -> Unstored:
         ctx.op = op.in_checkpoint() if is_checkpoint_packing() else op
         ctx.set_materialize_grads(False)
         if op.saves:
             ctx.save_for_backward(*sources)
         elif op.holds:
             ctx.held, ctx.versions = sources, [source._version for source in sources]
-        h: Unstored = _wrapper(
-            Unstored,
-            op.shape(sources),
-            strides=op.strides(sources),
-            dtype=op.dtype(sources),
-            device=sources[0].device,
-        )
+        if into is None:
+            h: Unstored = _wrapper(
+                Unstored,
+                op.shape(sources),
+                strides=op.strides(sources),
+                dtype=op.dtype(sources),
+                device=sources[0].device,
+            )
+        else:
+            h = into
+            ctx.mark_dirty(h)
         ctx.made = (weakref.ref(h),) if op.outlives else ()
         return h
 
     @staticmethod
     @first_order("deferred")
     def backward(ctx: Any, dy: Tensor) -> Any:
-        needs = ctx.needs_input_grad[1:]
+        needs = ctx.needs_input_grad[2:]
         sources = saved_tensors(ctx, "what a value is computed of again")
         if ctx.op.holds:
             sources = ctx.held
@@ -348,7 +353,7 @@ class _Defer(torch.autograd.Function):
         found = ctx.op.gradients(dy, *sources)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             _keep_values((*ctx.made, *ctx.op.past))
-        return None, *(g if need else None for g, need in zip(found, needs, strict=True))
+        return None, None, *(g if need else None for g, need in zip(found, needs, strict=True))
 
 
 def _keep_values(made: Iterable[weakref.ref[Any]]) -> None:
@@ -377,9 +382,17 @@ def _origin_of(item: Any) -> Any:
     return item if origin is None else origin
 
 
-def defer(op: Op, sources: tuple[Tensor, ...]) -> Unstored:
-    """A tensor on the device of ``sources[0]`` whose values are computed when they are read."""
-    h: Unstored = _defer(op, *map(_origin_of, sources))
+def defer(op: Op, sources: tuple[Tensor, ...], into: Unstored | None = None) -> Unstored:
+    """A tensor on the device of ``sources[0]`` whose values are computed when they are read.
+
+    Args:
+        into: of that shape and dtype, without values: whoever has it reads what the op computes, as after a
+            write in place. Its gradient goes to the sources, and no longer to what it was computed from.
+    """
+    h: Unstored = _defer(op, into, *map(_origin_of, sources))
+    if into is not None:
+        torch.autograd.graph.increment_version(h)
+        h._value, h._times_read, h._first_version = None, 0, h._version
     h.op, h.sources, h._adapts, h._packer = op, sources, False, packer()
     h._versions = [source._version for source in sources]
     if op.outlives and backward_number() != -1:

@@ -283,6 +283,7 @@ _BY_ROLE: tuple[tuple[Role, Callable[..., Any]], ...] = (
     (Role.PRODUCT, _reader_of_two("times")),
     (Role.POWER, _read_power),
     (Role.SUM, _reader_of_two("plus")),
+    (Role.SUM_IN_PLACE, _read_sum_in_place),
     (Role.MATMUL, _read_matmul),
     (Role.CAST, _read_cast),
     (_MOVES, _read_rows),
@@ -292,5 +293,5 @@ _BY_ROLE: tuple[tuple[Role, Callable[..., Any]], ...] = (
 )
 _TABLE = {name: reader for role, reader in _BY_ROLE for name in names_with(role)}
 _TABLE |= {"__get__": _get, "__set__": _set, "linear": _read_linear, "addmm": _read_addmm}
-_TABLE |= {"t": _read_transposed, "add_": _read_sum_in_place, "__iadd__": _read_sum_in_place}
+_TABLE |= {"t": _read_transposed}
 READERS.update(_TABLE)

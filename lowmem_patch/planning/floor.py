@@ -28,8 +28,8 @@ from torch import Tensor
 from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.planning import floor_sites
 from lowmem_patch.planning.floor_sites import Floor, FloorItem, SiteCall
-from lowmem_patch.strategies.activations import normed_channels
 from lowmem_patch.strategies.cosine_attention import unit_rows
+from lowmem_patch.strategies.normed_channels import normed_channels
 from lowmem_patch.strategies.protocol import Facts
 from lowmem_patch.tracing.call_arguments import dropout_call, weight_matmul
 from lowmem_patch.tracing.consumers import gathers_for_a_weight

@@ -29,6 +29,7 @@ from lowmem_patch.constants import (
 from lowmem_patch.reference.channel_norms import channel_norm_backward as channel_norm_backward
 from lowmem_patch.reference.channel_norms import channel_norm_forward as channel_norm_forward
 from lowmem_patch.reference.channel_norms import channel_statistics as channel_statistics
+from lowmem_patch.reference.channel_norms import channel_sum_gradient as channel_sum_gradient
 from lowmem_patch.reference.cross_entropy import cross_entropy_backward as cross_entropy_backward
 from lowmem_patch.reference.cross_entropy import cross_entropy_forward as cross_entropy_forward
 from lowmem_patch.reference.cross_entropy import scale_in_place as scale_in_place

@@ -45,26 +45,38 @@ def _per_channel(vector: Tensor, x: Tensor, groups: int = 0) -> Tensor:
 
 
 def _normalized(given: ChannelNormInput) -> tuple[Tensor, Tensor]:
-    """z and z weight + bias, unrounded."""
-    x, mean, rstd, weight, bias, groups, _ = given
+    """z and z weight + bias + residual, unrounded."""
+    x, mean, rstd, weight, bias, groups, _, residual = given
     z = (x - _per_channel(mean, x, groups)) * _per_channel(rstd, x, groups)
     y = z if weight is None else z * _per_channel(weight, x)
-    return z, y if bias is None else y + _per_channel(bias, x)
+    y = y if bias is None else y + _per_channel(bias, x)
+    return z, y if residual is None else y + residual
 
 
 def channel_norm_forward(given: ChannelNormInput, out_dtype: torch.dtype) -> Tensor:
-    """h((x - mean) rstd weight + bias) in ``out_dtype``, in the strides of x."""
+    """h((x - mean) rstd weight + bias + residual) in ``out_dtype``, in the strides of x."""
     y = _normalized(given)[1]
     return (y if given.kind is None else formulas.FORWARD[given.kind](y)).to(out_dtype)
+
+
+def channel_sum_gradient(dy: Tensor, given: ChannelNormInput) -> Tensor:
+    """The gradient of what h is of, in the dtype and strides of x.
+
+    Args:
+        dy: shape of x; the gradient of what `channel_norm_forward` gives.
+    """
+    assert given.kind is not None
+    y = _normalized(given)[1]
+    return torch.empty_like(given.x).copy_(formulas.BACKWARD[given.kind](dy.to(y.dtype), y))
 
 
 def channel_norm_backward(dy: Tensor, given: ChannelNormInput) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, in its dtype and strides, and of weight and bias, in weight's dtype, or mean's.
 
     Args:
-        dy: shape of x; the gradient of what `channel_norm_forward` gives.
+        dy: shape of x; the gradient of what `channel_norm_forward` gives without a residual.
     """
-    x, mean, rstd, weight, _, groups, kind = given
+    x, mean, rstd, weight, _, groups, kind, _ = given
     z, y = _normalized(given)
     d_y = dy.to(mean.dtype)
     if kind is not None:

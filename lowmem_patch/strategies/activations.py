@@ -11,8 +11,9 @@ from lowmem_patch.config import PatchConfig
 from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.functional import ActivationKind
 from lowmem_patch.strategies.norm_sites import PatchSite, makes_chains
+from lowmem_patch.strategies.normed_channels import normed_channels, residual_sums
 from lowmem_patch.strategies.protocol import Facts, Skip, forward_obstacle, once
-from lowmem_patch.tracing.call_arguments import CalledFunction, channel_norm_call
+from lowmem_patch.tracing.call_arguments import CalledFunction
 from lowmem_patch.tracing.consumers import (
     Consumer,
     Use,
@@ -29,7 +30,7 @@ from lowmem_patch.tracing.op_roles import NEEDS_TENSOR, Role
 from lowmem_patch.tracing.probes import NormSpec, looks_like_activation, looks_like_norm
 from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.shadow import tensors_in
-from lowmem_patch.tracing.trace import Call, Op
+from lowmem_patch.tracing.trace import Call
 
 READS: tuple[Use, ...] = ("other", "autocast", "square")  # of the values
 NOTHING_TO_GAIN = "nothing to gain: another op saves what it needs, or it saves nothing"
@@ -89,42 +90,12 @@ def activation_sites(facts: Facts, config: PatchConfig) -> list[ActivationSite |
 
 
 def _reads_norms(facts: Facts, config: PatchConfig, name: str, consumers: list[Consumer]) -> bool:
-    """Whether all calls of an activation read what such norms made, and it makes no product."""
+    """Whether all calls of an activation read what norms over channels made, or sums of them, and it makes
+    no product."""
     if config.norms == "keep" or any(one.use in ("product", "square") for one in consumers):
         return False
-    norms = normed_channels(facts)
+    norms = normed_channels(facts).keys() | residual_sums(facts).keys()
     return all(call.inputs and id(call.inputs[0]) in norms for call in facts.calls_of(name))
-
-
-@once
-def normed_channels(facts: Facts) -> dict[int, Op]:
-    """The norms over channels, by the ids of their outputs, of modules all of whose norms can wait: one
-    activation is the only reader."""
-    found: dict[str, list[Op]] = {}
-    others: set[str] = set()
-    for number, op in enumerate(facts.trace.ops):
-        if op.role.has(Role.CHANNEL_NORM):
-            found.setdefault(op.module, []).append(op)
-            if not _can_wait(facts, op, number):
-                others.add(op.module)
-    return {
-        id(op.outputs[0]): op for name, ops in found.items() if name not in others for op in ops
-    }
-
-
-def _can_wait(facts: Facts, norm: Op, number: int) -> bool:
-    """Whether a norm over channels has one reader alone, and can be computed when that asks."""
-    call = channel_norm_call(norm.name, norm.args, norm.kwargs)
-    if call is None or norm.opaque or norm.compiled or not norm.module:
-        return False
-    (output,) = norm.outputs
-    readers = facts.trace.consumers.get(id(output), ())
-    return (
-        len(readers) == 1
-        and id(output) not in facts.trace.outputs
-        and facts.writes.later([call.x], number + 1) is None
-        and forward_obstacle(facts, norm.module) is None
-    )
 
 
 def unknown_activations(facts: Facts) -> Iterator[Skip]:

@@ -8,7 +8,8 @@ from lowmem_patch.config import PatchConfig
 from lowmem_patch.nn.channel_norms import DeferChannelNorms
 from lowmem_patch.nn.modes import run_under
 from lowmem_patch.strategies import recompute
-from lowmem_patch.strategies.activations import next_to_nothing, normed_channels
+from lowmem_patch.strategies.activations import next_to_nothing
+from lowmem_patch.strategies.normed_channels import normed_channels, residual_sums
 from lowmem_patch.strategies.protocol import Change, Facts, Found, Skip
 from lowmem_patch.tracing.op_roles import Role
 from lowmem_patch.tracing.probes import looks_like_norm
@@ -27,21 +28,28 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         for call in facts.calls_of(patch.site)
         if call.inputs
     }
-    waiting = normed_channels(facts)
+    # what an activation reads, by what a norm makes: that, or a sum of it and a residual
+    sums = {
+        id(norm.outputs[0]): made
+        for made, (norms,) in residual_sums(facts).items()
+        for norm in norms
+    }
+    waiting = {key: key for key in normed_channels(facts)} | sums
     by_module: dict[str, list[Op]] = {}
     for op in facts.trace.ops:
         if op.role.has(Role.CHANNEL_NORM):
             by_module.setdefault(op.module, []).append(op)
     for name, ops in by_module.items():
         kind, outputs = ops[0].name, [op.outputs[0] for op in ops]
-        read = all(id(output) in waiting and id(output) in readers for output in outputs)
+        read = all(waiting.get(id(output)) in readers for output in outputs)
         left = _left_alone(facts, config, outputs, read)
         if left is None:
-            reader = readers[id(outputs[0])]
-            reason = f"input kept, norm and activation recomputed from it for {reader}"
+            reader, summed = readers[waiting[id(outputs[0])]], id(outputs[0]) in sums
+            what = "norm, residual sum" if summed else "norm"
+            reason = f"input kept, {what} and activation recomputed from it for {reader}"
             found.add(
                 Change(
-                    name, recompute.NAME, run_under, (DeferChannelNorms,),
+                    name, recompute.NAME, run_under, (DeferChannelNorms, summed),
                     reason=reason, kind=kind, consumers=(reader,),
                 )
             )  # fmt: skip

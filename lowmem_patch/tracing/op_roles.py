@@ -67,6 +67,7 @@ class Role(enum.Flag):
     PRODUCT = enum.auto()
     POWER = enum.auto()
     SUM = enum.auto()
+    SUM_IN_PLACE = enum.auto()
     DIVISION = enum.auto()
     NEGATION = enum.auto()
     POINTWISE = enum.auto()  # any other function of each element, or of elements at one place
@@ -136,6 +137,7 @@ _TABLE: tuple[tuple[Role, tuple[str, ...]], ...] = (
     (Role.PRODUCT, ("mul", "__mul__", "__rmul__", "multiply")),
     (Role.POWER, ("square", "pow", "__pow__")),
     (Role.SUM, ("add", "__add__", "__radd__")),
+    (Role.SUM_IN_PLACE, ("add_", "__iadd__")),
     (Role.DIVISION, ("div", "__truediv__", "divide", "true_divide")),
     (Role.NEGATION, ("neg", "__neg__", "negative")),
     (Role.POINTWISE, (

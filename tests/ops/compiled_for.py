@@ -136,6 +136,9 @@ def channel_norms() -> Iterator[Any]:
             given = ChannelNormInput(x, mean, rstd, vector, vector, groups, "silu")
             yield kernels.channel_norm_forward(given, DTYPE)
             yield kernels.channel_norm_backward(x, given)
+            summed = given._replace(residual=x)
+            yield kernels.channel_norm_forward(summed, DTYPE)
+            yield kernels.channel_sum_gradient(x, summed)
 
 
 def eight_bits() -> Iterator[Any]:

@@ -22,18 +22,26 @@ DTYPES = [torch.float32, torch.bfloat16]
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def plain(x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, kind: Any) -> Tensor:
+def plain(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    groups: int,
+    kind: Any,
+    residual: Tensor | None = None,
+) -> Tensor:
     if groups:
         y = F.group_norm(x, groups, weight, bias, EPS)
     else:
         y = F.batch_norm(x, None, None, weight, bias, True, 0.1, EPS)
+    y = y if residual is None else y + residual
     return y if kind is None else FORWARD[kind](y)
 
 
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize(
-    ("shape", "groups", "affine", "kind", "dtype"),
-    part(SHAPES, (0, 2), (True, False), (None, "silu", "relu", "hardswish"), DTYPES),
+    ("shape", "groups", "affine", "kind", "dtype", "summed"),
+    part(SHAPES, (0, 2), (True, False), (None, "silu", "relu", "hardswish"), DTYPES, (False, True)),
 )
 def test_values_and_gradients_are_torchs(
     backend: Backend,
@@ -42,6 +50,7 @@ def test_values_and_gradients_are_torchs(
     affine: bool,
     kind: Any,
     dtype: torch.dtype,
+    summed: bool,
     last: bool,
 ) -> None:
     if last and (groups or len(shape) not in LAST):
@@ -55,15 +64,21 @@ def test_values_and_gradients_are_torchs(
         x = x.to(memory_format=LAST[len(shape)])
     vectors = [torch.randn(shape[1]).to(device, dtype) if affine else None for _ in range(2)]
     dy = torch.randn(shape).to(device, dtype)
+    residual = torch.empty_like(x).copy_(torch.randn(shape)) if summed else None
     statistics = operations.channel_statistics(x, groups, EPS, None, None, 0.0)
-    given = ChannelNormInput(x, *statistics, *vectors, groups, kind)
+    given = ChannelNormInput(x, *statistics, *vectors, groups, kind, residual)
     value = operations.channel_norm_forward(given, dtype)
-    found = operations.channel_norm_backward(dy, given)
+    if summed:
+        d = dy if kind is None else operations.channel_sum_gradient(dy, given)
+        norm = given._replace(kind=None, residual=None)
+        found = (*operations.channel_norm_backward(d, norm)[: 3 if affine else 1], d)
+    else:
+        found = operations.channel_norm_backward(dy, given)
     assert value.stride() == found[0].stride() == x.stride()
 
     def run(to: torch.dtype) -> tuple[Tensor, ...]:
-        leaves = [None if t is None else t.to(to).requires_grad_() for t in (x, *vectors)]
-        y = plain(*leaves, groups, kind)  # type: ignore[arg-type]
+        leaves = [None if t is None else t.to(to).requires_grad_() for t in (x, *vectors, residual)]
+        y = plain(*leaves[:3], groups, kind, leaves[3])  # type: ignore[arg-type]
         present = [leaf for leaf in leaves if leaf is not None]
         return y.detach(), *torch.autograd.grad(y, present, dy.to(to))
 

@@ -125,7 +125,9 @@ def operator_samples() -> Iterator[tuple[str, tuple[Any, ...]]]:
         running = (None, None) if groups else (torch.zeros(4), torch.ones(4))
         yield "channel_statistics", (x, groups, 1e-5, *running, 0.1, R)
         given = (x, mean, rstd, *vectors, groups, "silu")
-        yield "channel_norm_forward", (*given, torch.bfloat16, R)
+        yield "channel_norm_forward", (*given, None, torch.bfloat16, R)
+        yield "channel_norm_forward", (*given, torch.randn_like(x), torch.bfloat16, R)
+        yield "channel_sum_gradient", (torch.randn_like(x), *given, torch.randn_like(x), R)
         yield "channel_norm_backward", (torch.randn_like(x), *given, R)
     of_scale = torch.randn(4, 6), torch.randn(4, 6).bfloat16(), torch.randn(4)
     for dtype in (torch.bfloat16, None):
