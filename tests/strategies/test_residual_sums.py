@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lowmem_patch import patch_report, plan_patch
 from tests.strategies.test_channel_norms import (
@@ -135,7 +136,7 @@ def test_a_step_on_a_gpu_is_as_accurate(
     twin = cast(model, MODES[mode].weights)
     given = in_mode((x,), MODES[mode])
     ours = patched(twin, *given)
-    assert summed(ours)
+    assert summed(ours) or last  # norms of groups give channels that lie first
     assert_same_step(ours, twin, given, MODES[mode])
 
 
@@ -177,6 +178,22 @@ def test_lives_are_those_of_the_unpatched_model(life: Any, kind: str, norm: str,
         pytest.skip("torch refuses to write into what such a hook gave")
     model, x = residual_net(kind, norm, act), image()
     assert_as_unpatched(model, x, lambda one: life(one, x.double()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("blocks", [(0,), (1,), (0, 2), (0, 1, 2)])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_blocks_that_torch_checkpoints(kind: str, blocks: tuple[int, ...], reentrant: bool) -> None:
+    def run(model: Any) -> Tensor:
+        y = model.stem(x.double())
+        for number, block in enumerate(model.blocks):
+            again = number in blocks
+            y = checkpoint(block, y, use_reentrant=reentrant) if again else block(y)
+        output: Tensor = model.head(y).mean((2, 3))
+        return output
+
+    x = image()
+    assert_as_unpatched(residual_net(kind, act="relu in place"), x, run)
 
 
 @pytest.mark.parametrize("kind", ["in place", "by method"])
