@@ -13,7 +13,6 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from lowmem_patch import patch_model
-from lowmem_patch.strategies.checkpointing import ALONE
 from tests.support.models import FAMILIES
 from tests.support.stacks import all_of, blocks_of, give_levels
 from tests.support.step import tensors_of
@@ -193,11 +192,11 @@ def test_a_graphed_model_trains_as_an_eager_one(
 
 # of a largest value's 8 bits, in each of two runs
 _EIGHT_BITS = 2 * 2.0**-8
+# of blocks; what waits in host memory cannot be captured: its copies are not over when the forward is
+LEVELS = ("attention", "checkpointed", "segment", "halves")
 
 
-@pytest.mark.parametrize(
-    "how", ["compact", "gradient checkpointing", *ALONE[1:], "segment", "halves"]
-)
+@pytest.mark.parametrize("how", ["compact", "gradient checkpointing", *LEVELS])
 def test_less_memory_than_the_floor_in_a_graph(make: Make, how: str) -> None:
     """8 bits, torch's checkpoints, and what a budget lets blocks do."""
     torch.manual_seed(0)
