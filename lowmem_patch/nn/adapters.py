@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from lowmem_patch.functional import in_compiler, is_ordinary, recast_linear, without_torch_function
 from lowmem_patch.nn.context import autocast_dtype, is_foreign, is_fsdp_unit, trains_here
 from lowmem_patch.nn.copies import cast_once, holds_casts
-from lowmem_patch.nn.deferred import Deferred, defer, value_of
+from lowmem_patch.nn.defer import defer
+from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.deferred_experts import AdaptedWeight
 from lowmem_patch.nn.deferred_ops import Saved
 from lowmem_patch.nn.low_rank import Products, low_rank_products

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lowmem_patch.functional import is_sharded
+from lowmem_patch.functional import is_sharded, unwritten
 from lowmem_patch.nn.context import is_fsdp_unit
 
 
@@ -37,18 +37,27 @@ class BlockState:
     def __init__(self, block: nn.Module, written: tuple[str, ...]) -> None:
         self._block, self._written = block, written
         self._tensors: list[tuple[dict[str, Any], str, Tensor, bool]] = []
+        # of those that train, into which an optimizer may write before the second run
+        self._versions: list[tuple[Tensor, int]] = []
         self._settings: _Places = []
         for module in block.modules():
             for place in (module._parameters, module._buffers):
                 for name, tensor in place.items():
                     if tensor is not None:
                         self._tensors.append((place, name, tensor, tensor.requires_grad))
+                        if tensor.requires_grad:
+                            self._versions.append((tensor, tensor._version))
             self._settings.append((module.__dict__, _settings_of(module)))
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Run the block again with what it had: torch.func.functional_call takes its tensors away before the
-        backward begins, and hooks and adapters may be switched off."""
+        backward begins, and hooks and adapters may be switched off.
+
+        Raises:
+            RuntimeError: somebody has written into a weight since.
+        """
+        self._refuse_writes()
         others, trained = self._changed()
         before = [{name: place[name] for name in other} for place, other in others]
         written: list[tuple[Tensor, Tensor]] = []
@@ -67,6 +76,12 @@ class BlockState:
                 tensor.requires_grad_(not trains)
             for (place, _), other in zip(others, before, strict=True):
                 place.update(other)
+
+    def _refuse_writes(self) -> None:
+        for tensor, version in self._versions:
+            if tensor._version != version and not is_gathered(self._block):
+                what = "a block that runs again in backward reads: write into it when that is over"
+                unwritten(tensor, version, what)
 
     def _changed(self) -> tuple[_Places, list[tuple[Tensor, bool]]]:
         """What has another value now, with that of the first run."""

@@ -37,7 +37,8 @@ from lowmem_patch.nn.chain_steps import (
 )
 from lowmem_patch.nn.channel_norms import NormedChannels
 from lowmem_patch.nn.context import is_foreign, unfreed
-from lowmem_patch.nn.deferred import Deferred, Unstored, defer, detached_of, value_of
+from lowmem_patch.nn.defer import defer
+from lowmem_patch.nn.deferred import Deferred, Unstored, detached_of, value_of
 from lowmem_patch.nn.deferred_experts import Product
 from lowmem_patch.nn.deferred_ops import Activation
 from lowmem_patch.nn.modes import ForwardMode

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from lowmem_patch.functional import (
     ActivationKind,
     ChannelNorm,
+    activation,
     channel_statistics,
     recomputed_linear,
     without_grad,
 )
 from lowmem_patch.nn.context import is_foreign, unfreed
-from lowmem_patch.nn.deferred import Deferred, Unstored, defer, value_of
+from lowmem_patch.nn.defer import defer
+from lowmem_patch.nn.deferred import Deferred, Unstored, value_of
 from lowmem_patch.nn.modes import ForwardMode
 from lowmem_patch.nn.op import Op, Projection, waits_for_gradient
 from lowmem_patch.tracing.call_arguments import ChannelNormCall, channel_norm_call
@@ -58,16 +60,12 @@ class NormedChannels(Op):
 
     def activated(self, h: Any, kind: ActivationKind, reads: int, in_place: bool) -> Any:
         if self.norm.kind is not None or h.is_changed() or h.held or h._memory is not None:
-            return NotImplemented
+            return h.copy_(activation(h.clone(), kind)) if in_place else NotImplemented
         op = NormedChannels(self.norm._replace(kind=kind), reads)
-        if not in_place:
-            h.was_bypassed, op.past = True, (weakref.ref(h),)
-            return defer(op, h.sources)
+        op.past = (weakref.ref(h),)
+        h.was_bypassed = not in_place
         # whoever holds the norm's output, as a hook may, reads there what the activation wrote
-        torch.autograd.graph.increment_version(h)
-        h.op = h.grad_fn.op = op
-        h._value, h._times_read, h._first_version = None, 0, h._version
-        return h
+        return defer(op, h.sources, h if in_place else None)
 
     def plus(self, h: Deferred, other: Any) -> Any:
         return self._sum(h, other)

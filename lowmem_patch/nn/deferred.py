@@ -17,7 +17,6 @@ function, a hook, a checkpoint behind it. A write, a hook or a request for the m
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -30,14 +29,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lowmem_patch.functional import (
     SharedInput,
     backward_number,
-    first_order,
     in_compiler,
-    is_checkpoint_packing,
     is_in_other_block,
     packer,
     register_known,
     register_plain,
-    saved_tensors,
     without_grad,
     without_torch_function,
 )
@@ -53,7 +49,6 @@ from lowmem_patch.nn.shared_memory import (
 from lowmem_patch.tracing.call_arguments import by_place
 
 _RUN_BACKWARD = (Tensor.backward, torch.autograd.grad)
-_wrapper: Any = Tensor._make_wrapper_subclass
 _call: Any = torch._C._disabled_torch_function_impl  # in less time than the above
 
 # By the name of a torch function: gets (func, args, kwargs), and returns NotImplemented where the function
@@ -62,7 +57,7 @@ READERS: dict[str, Callable[..., Any]] = {}
 
 
 class Deferred(Tensor):
-    """Base of `Unstored` and `Stored`; made by `defer` and `lowmem_patch.nn.stored.keep`.
+    """Base of `Unstored` and `Stored`; made by `lowmem_patch.nn.defer` and `lowmem_patch.nn.stored.keep`.
 
     Attributes:
         op: how it is computed, or read.
@@ -92,7 +87,7 @@ class Deferred(Tensor):
             with without_torch_function():
                 inputs = kwargs["inputs"] if "inputs" in kwargs else args[1:2]
                 refuse_bypassed(inputs if func is torch.autograd.grad else ())
-                args = (tree_map(value_of, args[0]), *tree_map(_origin_of, args[1:]))
+                args = (tree_map(value_of, args[0]), *tree_map(origin_of, args[1:]))
             if not any(isinstance(item, Deferred) for item in tree_leaves(args)):
                 return func(*args, **kwargs)
         reader = READERS.get(getattr(func, "__name__", ""))
@@ -173,7 +168,7 @@ class Stored(Deferred):
 
 
 class Unstored(Deferred):
-    """A tensor without storage; see `defer`."""
+    """A tensor without storage; see `lowmem_patch.nn.defer`."""
 
     held = False  # its values stay: they were there before it, or somebody has their storage
     _value: Tensor | None = None
@@ -204,11 +199,7 @@ class Unstored(Deferred):
             return [read(one) for one in item] if isinstance(item, (list, tuple)) else read(item)
 
         output = func(*map(read_all, args), **{k: read_all(v) for k, v in kwargs.items()})
-        for item in origins.values():
-            if views and not mutable:
-                SharedMemory.of(item).watch(item)
-            if not any(item is one for one in written):
-                item.op.was_read(item)
+        _tell_read(origins.values(), written, watch=views and not mutable)
         if not mutable:
             return output
         if written and written[0] is not args[0]:  # torch counts no writes into a list
@@ -278,6 +269,15 @@ class Unstored(Deferred):
         self._exposed = True
 
 
+def _tell_read(items: Iterable[Unstored], written: list[Any], *, watch: bool) -> None:
+    """An operator has read these, or has ``written`` into them. ``watch``: it may have made views of them."""
+    for item in items:
+        if watch:
+            SharedMemory.of(item).watch(item)
+        if not any(item is one for one in written):
+            item.op.was_read(item)
+
+
 _OWN: set[type] = {Tensor, Stored, Unstored}
 
 register_plain(Stored)
@@ -302,7 +302,7 @@ def _call_on_values(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[s
     if in_compiler():
         with without_torch_function():
             return func(*args, **kwargs)
-    output: Any = _call(func, types, tuple(map(_origin_of, args)), kwargs)
+    output: Any = _call(func, types, tuple(map(origin_of, args)), kwargs)
     values = isinstance(output, (Tensor, tuple, list)) and type(output) is not torch.Size
     if values and args and isinstance(args[0], Deferred):
         args[0].op.was_used(args[0])
@@ -316,90 +316,10 @@ def detached_of(source: Tensor) -> Tensor:
     return source.detached() if isinstance(source, Deferred) else source.detach()
 
 
-class _Defer(torch.autograd.Function):
-    """op, sources -> a tensor without storage; ``into``: that one, which gives its place in the graph up."""
-
-    @staticmethod
-    def forward(ctx: Any, op: Op, into: Unstored | None, *sources: Tensor) -> Unstored:
-        ctx.op = op.in_checkpoint() if is_checkpoint_packing() else op
-        ctx.set_materialize_grads(False)
-        if op.saves:
-            ctx.save_for_backward(*sources)
-        elif op.holds:
-            ctx.held, ctx.versions = sources, [source._version for source in sources]
-        if into is None:
-            h: Unstored = _wrapper(
-                Unstored,
-                op.shape(sources),
-                strides=op.strides(sources),
-                dtype=op.dtype(sources),
-                device=sources[0].device,
-            )
-        else:
-            h = into
-            ctx.mark_dirty(h)
-        ctx.made = (weakref.ref(h),) if op.outlives else ()
-        return h
-
-    @staticmethod
-    @first_order("deferred")
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        needs = ctx.needs_input_grad[2:]
-        sources = saved_tensors(ctx, "what a value is computed of again")
-        if ctx.op.holds:
-            sources = ctx.held
-            if [source._version for source in sources] != ctx.versions:
-                raise RuntimeError(ctx.op.written_source)
-        found = ctx.op.gradients(dy, *sources)
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
-            _keep_values((*ctx.made, *ctx.op.past))
-        return None, None, *(g if need else None for g, need in zip(found, needs, strict=True))
-
-
-def _keep_values(made: Iterable[weakref.ref[Any]]) -> None:
-    """Hold the values of tensors that outlive their readers, as what a hook has kept does: an optimizer may
-    write into the parameters of which they would be computed, and a fused one leaves no trace there."""
-    with without_torch_function():
-        for h in (found for one in made if (found := one()) is not None):
-            if any(map(_is_trained, h.sources)) and not h.is_stale():
-                h.read()
-                h._exposed = True  # readers take them
-
-
-def _is_trained(source: Tensor) -> bool:
-    """Whether this is a tensor that an optimizer may write into, or a view of one."""
-    whole = source if source._base is None else source._base
-    return whole.is_leaf and whole.requires_grad
-
-
-# Function.apply without its search for torch.func's wrappers, where nothing is deferred
-_defer: Any = super(torch.autograd.Function, _Defer).apply
-
-
-def _origin_of(item: Any) -> Any:
+def origin_of(item: Any) -> Any:
     """What a gradient for ``item`` goes to."""
     origin = item._origin if isinstance(item, Deferred) else None
     return item if origin is None else origin
-
-
-def defer(op: Op, sources: tuple[Tensor, ...], into: Unstored | None = None) -> Unstored:
-    """A tensor on the device of ``sources[0]`` whose values are computed when they are read.
-
-    Args:
-        into: of that shape and dtype, without values: whoever has it reads what the op computes, as after a
-            write in place. Its gradient goes to the sources, and no longer to what it was computed from.
-    """
-    h: Unstored = _defer(op, into, *map(_origin_of, sources))
-    if into is not None:
-        torch.autograd.graph.increment_version(h)
-        h._value, h._times_read, h._first_version = None, 0, h._version
-    h.op, h.sources, h._adapts, h._packer = op, sources, False, packer()
-    h._versions = [source._version for source in sources]
-    if op.outlives and backward_number() != -1:
-        # torch's checkpoint runs a block again for what is saved: no gradient comes to what that run made
-        made = (weakref.ref(h),)
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: _keep_values(made))
-    return h
 
 
 def value_of(item: Any) -> Any:

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowmem_patch.functional import in_compiler, recast_linear
-from lowmem_patch.nn.deferred import Deferred, Unstored, defer, value_of
+from lowmem_patch.nn.defer import defer
+from lowmem_patch.nn.deferred import Deferred, Unstored, value_of
 from lowmem_patch.nn.op import Op, Projection
 from lowmem_patch.nn.stored import keep
 

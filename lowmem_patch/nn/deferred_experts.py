@@ -22,7 +22,8 @@ from lowmem_patch.functional import (
     recomputed_linear,
 )
 from lowmem_patch.nn.context import autocast_dtype, is_foreign, product_dtype
-from lowmem_patch.nn.deferred import Deferred, Unstored, defer, value_of
+from lowmem_patch.nn.defer import defer
+from lowmem_patch.nn.deferred import Deferred, Unstored, value_of
 from lowmem_patch.nn.deferred_casts import Cast
 from lowmem_patch.nn.op import Arguments, Function, Named, Op, Projection
 from lowmem_patch.nn.stored import attach, keep, project

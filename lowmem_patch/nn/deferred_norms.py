@@ -12,7 +12,8 @@ from lowmem_patch.functional import in_compiler, ms_norm, without_torch_function
 from lowmem_patch.nn.chain_steps import Leaf, Step, Value, autocast_of
 from lowmem_patch.nn.chains import Caller, Chain, saved_for
 from lowmem_patch.nn.context import is_foreign, needs_gradient, unfreed
-from lowmem_patch.nn.deferred import Deferred, defer, value_of
+from lowmem_patch.nn.defer import defer
+from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.deferred_ops import Activation, Dropped
 from lowmem_patch.nn.op import Op, Projection, strides_like
 from lowmem_patch.nn.stored import keep, project

@@ -38,7 +38,8 @@ from lowmem_patch.functional import (
 )
 from lowmem_patch.nn import readers as readers  # fills the table of those who read these
 from lowmem_patch.nn.context import autocast_dtype
-from lowmem_patch.nn.deferred import Deferred, Stored, defer, value_of
+from lowmem_patch.nn.defer import defer
+from lowmem_patch.nn.deferred import Deferred, Stored, value_of
 from lowmem_patch.nn.deferred_experts import GatheredRows, Product
 from lowmem_patch.nn.op import Op, Projection
 from lowmem_patch.nn.stored import attach, keep, plain_linear, read_input, saved_linear

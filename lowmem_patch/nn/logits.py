@@ -23,7 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lowmem_patch.functional import Head, flat, in_compiler, wide, without_autocast
 from lowmem_patch.nn.context import is_freed
-from lowmem_patch.nn.deferred import Deferred, defer, value_of
+from lowmem_patch.nn.defer import defer
+from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.op import Arguments, Function, Named, Op
 from lowmem_patch.nn.shared_memory import SharedMemory
 from lowmem_patch.nn.traced import trace

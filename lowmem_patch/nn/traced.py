@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from lowmem_patch.functional import compilers_output, is_written, placeholder
-from lowmem_patch.nn.deferred import Deferred, Unstored, defer
+from lowmem_patch.nn.defer import defer
+from lowmem_patch.nn.deferred import Deferred, Unstored
 from lowmem_patch.nn.op import Arguments, Function, Named, Op
 from lowmem_patch.nn.shared_memory import MADE_OUTSIDE, SharedMemory
 from lowmem_patch.tracing.op_roles import Role, function_name, names_with

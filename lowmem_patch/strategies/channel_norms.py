@@ -20,20 +20,8 @@ _WORTH = 1e-4
 
 def find(facts: Facts, config: PatchConfig) -> Found:
     """The norms over channels that recomputed activations alone read, and those that are left alone."""
-    found = Found()
-    readers = {
-        id(call.inputs[0]): patch.site
-        for patch in recompute.find(facts, config).patches
-        if not patch.gated
-        for call in facts.calls_of(patch.site)
-        if call.inputs
-    }
-    # what an activation reads, by what a norm makes: that, or a sum of it and a residual
-    sums = {
-        id(norm.outputs[0]): made
-        for made, (norms,) in residual_sums(facts).items()
-        for norm in norms
-    }
+    found, readers = Found(), _readers(facts, config)
+    sums = _summed(facts)
     waiting = {key: key for key in normed_channels(facts)} | sums
     by_module: dict[str, list[Op]] = {}
     for op in facts.trace.ops:
@@ -56,6 +44,26 @@ def find(facts: Facts, config: PatchConfig) -> Found:
         elif looks_like_norm(facts.modules[name]):
             found.add(Skip(name, kind, left))
     return found
+
+
+def _readers(facts: Facts, config: PatchConfig) -> dict[int, str]:
+    """The activations that are recomputed, by the ids of what they read."""
+    return {
+        id(call.inputs[0]): patch.site
+        for patch in recompute.find(facts, config).patches
+        if not patch.gated
+        for call in facts.calls_of(patch.site)
+        if call.inputs
+    }
+
+
+def _summed(facts: Facts) -> dict[int, int]:
+    """The ids of residual sums, by those of what norms make for them."""
+    return {
+        id(norm.outputs[0]): made
+        for made, (norms,) in residual_sums(facts).items()
+        for norm in norms
+    }
 
 
 def _left_alone(facts: Facts, config: PatchConfig, outputs: list[Tensor], read: bool) -> str | None:

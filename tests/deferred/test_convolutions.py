@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowmem_patch import patch_model, saved_bytes
-from lowmem_patch.nn.deferred import READERS, Unstored, defer
+from lowmem_patch.nn.defer import defer
+from lowmem_patch.nn.deferred import READERS, Unstored
 from lowmem_patch.nn.deferred_ops import Activation
 from tests.support.judge import BAND, assert_same_step
 from tests.support.step import AUTOCAST

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lowmem_patch import patch_model, patch_report
 from lowmem_patch.nn import chains
-from lowmem_patch.nn.deferred import defer
+from lowmem_patch.nn.defer import defer
 from tests.support.chained import CHAINS, FULL, HIDDEN, LINEARS, chains_of, patched, saved
 from tests.support.judge import assert_same_step
 from tests.support.step import AUTOCAST, BF16, FP32, cast, step

@@ -232,3 +232,19 @@ def test_adapters_that_are_exchanged_after_the_forward(level: str, ranks: tuple[
     expected = exchanged_as_patched(ranks)
     fitted = give_levels(model, blocks, all_of(blocks, level))
     assert_equal(exchanged(fitted), expected)
+
+
+@pytest.mark.parametrize("level", LEVELS[1:])  # which run blocks again
+@pytest.mark.parametrize("name", ["out.bias", "qkv.weight", "norm.weight"])
+def test_a_step_between_a_forward_and_its_backward_is_an_error(level: str, name: str) -> None:
+    """Of a Linear's bias, too, which autograd saves in no forward."""
+    (model, blocks), inputs = patched_stack(), rows()
+    model = give_levels(model, blocks, all_of(blocks, level))
+    model.requires_grad_(False)
+    weight = model.blocks[2].get_parameter(name).requires_grad_()
+    with warned():  # of what trains now
+        first, second = model(inputs).sum(), model(2 * inputs).sum()
+    first.backward()
+    torch.optim.SGD([weight], 0.1).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second.backward()

@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch import Tensor, nn
 
 from lowmem_patch import patch_model, patch_report, saved_bytes, unpatch_model
-from lowmem_patch.nn.deferred import defer
+from lowmem_patch.nn.defer import defer
 from lowmem_patch.nn.deferred_experts import AdaptedWeight, GatheredRows
 from tests.support.judge import assert_accurate, assert_close, assert_equal
 from tests.support.models import randomise
