@@ -3,9 +3,9 @@
 The rule (for each token, and nothing else):
 
 1. the input of a matmul whose weight trains: once, in the compute dtype, shared by all its readers.
-   Where that input is act(x), act(gate) * up, a norm of one of these (also in one module, as Mamba 2's) or
-   x.repeat(...) * scores, what it is computed from counts instead, since the input is recomputed; a cast
-   made for an adapter, a dropout's result, and rows that experts gather count as their source;
+   Where that input is act(x), act(norm(x) + residual), act(gate) * up, a norm of one of these (also in one
+   module) or x.repeat(...) * scores, what it is computed from counts instead, since the input is recomputed;
+   a cast made for an adapter, a dropout's result, and rows that experts gather count as their source;
 2. what attention itself saves, as the model implements it, but no cast of a softmax's output, and nothing
    that elementwise functions made and others of them save;
 3. 2-bit codes of an activation whose input nothing above saves (1 bit where that is exact), statistics of
@@ -29,7 +29,7 @@ from lowmem_patch.constants import STEP_TABLES
 from lowmem_patch.planning import floor_sites
 from lowmem_patch.planning.floor_sites import Floor, FloorItem, SiteCall
 from lowmem_patch.strategies.cosine_attention import unit_rows
-from lowmem_patch.strategies.normed_channels import normed_channels
+from lowmem_patch.strategies.normed_channels import normed_channels, residual_sums
 from lowmem_patch.strategies.protocol import Facts
 from lowmem_patch.tracing.call_arguments import dropout_call, weight_matmul
 from lowmem_patch.tracing.consumers import gathers_for_a_weight
@@ -66,7 +66,8 @@ class _FloorCount:
         self.makers = makers(trace)
         self.norms, self.activations = floor_sites.find_sites(facts)
         self.gated = floor_sites.gated_norms(facts)
-        self.channels = normed_channels(facts)  # with an activation behind
+        # with an activation behind, or a sum with another tensor before one
+        self.channels, self.sums = normed_channels(facts), residual_sums(facts)
         self.widths: dict[int, int] = {}  # fewest bytes an element that a matmul reads, by root
         self.items: dict[object, FloorItem] = {}
         self.attention: set[int] = set()  # keys of storages
@@ -229,6 +230,10 @@ class _FloorCount:
         if activation is None:
             sites = self.activations, self.norms
             return [self._before_site(floor_sites.of_one(self.makers, root, sites))]
+        summed = self.sums.get(id(activation.source))
+        if summed is not None:
+            held = [source for residual in summed.residuals for source in self._sources(residual)]
+            return [*(norm.reads[0] for norm in summed.norms), *held]
         return [self._before_channels(activation.source)]
 
     def _factors(self, root: Tensor, whole: Tensor) -> tuple[Tensor, ...] | None:
@@ -369,7 +374,7 @@ class _FloorCount:
         for module, source, output, _ in self.activations.values():
             forms = (source, self._before_numbers(source), self._before_channels(source))
             known = any(map(self._is_saved, forms)) or id(output) not in live - self.of_logits
-            if source.requires_grad and not known:
+            if source.requires_grad and not (known or id(source) in self.sums):
                 size = -(-source.numel() * self._code_bits(output) // 8)
                 self.items["codes", id(output)] = FloorItem(module, "codes and statistics", size)
 
@@ -378,12 +383,14 @@ class _FloorCount:
         held = self.saved_by.get(norm.module, [])
         if not any(math.prod(storage.shape) >= source.numel() for storage in held):
             return  # constants, as those of a frozen batch norm, need no input
-        seen = self._is_saved(output) or all(map(self._is_saved, self._sources(source)))
+        kept = floor_sites.kept_of(self.makers, norm)
+        seen = any(map(self._is_saved, (kept, source)))
+        seen = seen or all(map(self._is_saved, self._sources(source)))
         seen = seen or floor_sites.is_for_attention(self.trace, norm, self.attention)
         if not seen and (
             source.requires_grad or floor_sites.gamma_trains(self.modules[norm.module])
         ):
-            self._add(output, norm.module, "norms")
+            self._add(kept, norm.module, "norms")
         if source.requires_grad and not self._is_of_activation(norm):
             # of a batch norm there are fewer, one for each channel
             own = sum(s.bytes for s in held if math.prod(s.shape) < source.numel())

@@ -113,6 +113,12 @@ def find_sites(facts: Facts) -> tuple[Sites, Sites]:
     return norms, activations
 
 
+def kept_of(makers: dict[int, Op], norm: SiteCall) -> Tensor:
+    """What a norm's backward needs: the output, or the input where a sum in place has taken its memory."""
+    made = makers.get(id(norm.output))
+    return norm.source if made is not None and made.role.has(Role.SUM_IN_PLACE) else norm.output
+
+
 def gated_norms(facts: Facts) -> dict[int, tuple[Tensor, ...]]:
     """x and the gate of each ``norm(x * act(gate))`` that one module computes, by the id of its output."""
     specs = {name: facts.gated_norm(name) for name in facts.leaves}

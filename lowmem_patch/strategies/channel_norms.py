@@ -61,8 +61,8 @@ def _summed(facts: Facts) -> dict[int, int]:
     """The ids of residual sums, by those of what norms make for them."""
     return {
         id(norm.outputs[0]): made
-        for made, (norms,) in residual_sums(facts).items()
-        for norm in norms
+        for made, summed in residual_sums(facts).items()
+        for norm in summed.norms
     }
 
 

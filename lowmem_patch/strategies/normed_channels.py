@@ -18,9 +18,11 @@ class ResidualSum(NamedTuple):
 
     Attributes:
         norms: those that make one or both of the terms, and wait.
+        residuals: the other term, if there is one.
     """
 
     norms: tuple[Op, ...]
+    residuals: tuple[Tensor, ...]
 
 
 @once
@@ -71,7 +73,7 @@ def residual_sums(facts: Facts) -> dict[int, ResidualSum]:
         others = [t for t in op.reads if all(t is not norm.outputs[0] for norm in own)]
         held = all(_is_held(facts, t, op) and storage_key(t) not in recomputed for t in others)
         if own and held and facts.writes.later(others, number + 1) is None:
-            found[id(op.outputs[0])] = ResidualSum(tuple(own))
+            found[id(op.outputs[0])] = ResidualSum(tuple(own), tuple(others))
             recomputed.add(storage_key(activation.outputs[0]))
     return found
 

@@ -275,3 +275,10 @@ def test_a_step_of_timms_nets(name: str) -> None:
     assert saved(ours, x) < 0.72 * before
     found, expected = step(ours, (x,)), step(model, (x,))
     assert set(found.gradients) == set(expected.gradients)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("act", ["relu", "silu"])
+def test_no_more_is_saved_than_the_floor_has_and_little_less(kind: str, act: str) -> None:
+    report = plan_patch(residual_net(kind, act=act), "exact", example_inputs=(image(),))
+    assert report.floor <= report.saved_after <= 1.35 * report.floor
