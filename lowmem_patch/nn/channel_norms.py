@@ -93,7 +93,7 @@ class NormedChannels(Op):
         """Whether the sum of it and another tensor can be computed of what it is computed of."""
         if not self.summed or h.held or h._memory is not None or not isinstance(other, Tensor):
             return False
-        if is_foreign(other) and not isinstance(other, Deferred):
+        if other is h or (is_foreign(other) and not isinstance(other, Deferred)):
             return False
         like = (other.shape, other.dtype, other.device, other.stride())
         return like == (h.shape, h.dtype, h.device, h.stride()) and h.dtype == h.sources[0].dtype
@@ -174,10 +174,14 @@ def _fit(x: Tensor, vectors: list[Tensor]) -> bool:
     return known and all(vector.shape == (x.shape[1],) for vector in vectors)
 
 
+def is_readable(x: Tensor, groups: int) -> bool:
+    """Whether a kernel reads the input of a norm over channels as it lies in memory."""
+    last = _CHANNELS_LAST.get(x.dim()) if not groups else None
+    return x.is_contiguous() or (last is not None and x.is_contiguous(memory_format=last))
+
+
 def _are_plain(given: ChannelNormCall) -> bool:
-    x = given.x
-    last = _CHANNELS_LAST.get(x.dim()) if not given.groups else None
-    if not (x.is_contiguous() or (last is not None and x.is_contiguous(memory_format=last))):
+    if not is_readable(given.x, given.groups):
         return False
     tracks = (given.running_mean is None) == (given.running_var is None)
     return tracks and isinstance(given.eps, float) and isinstance(given.momentum, float)

@@ -129,13 +129,10 @@ def _known(facts: Facts, config: PatchConfig) -> dict[int, Patch]:
 
 def _gain(facts: Facts, config: PatchConfig, chain: Chain) -> int:
     """How many bytes fewer are saved where the chain is computed again."""
-    saved = facts.storages
-    sources = {storage_key(tensor): tensor for tensor in chain.sources}
-    made = [*chain.made.values(), *_rearranged(facts, chain)]
-    inside = {storage_key(tensor) for tensor in made} - sources.keys()
-    gone = sum(saved[key].bytes for key in inside & saved.keys() - _still_saved(facts, chain))
+    gone = _gone(facts, chain)
     if not gone:
         return 0
+    sources = {storage_key(tensor): tensor for tensor in chain.sources}
     known = _known(facts, config)
     beside = [
         tensor
@@ -146,10 +143,22 @@ def _gain(facts: Facts, config: PatchConfig, chain: Chain) -> int:
     return gone - _more_bytes(facts, config, beside)
 
 
+def _gone(facts: Facts, chain: Chain) -> int:
+    """Bytes of the chain's values that are saved, and would not be; a part of the chain has no more."""
+    saved = facts.storages
+    made = [*chain.made.values(), *_rearranged(facts, chain)]
+    inside = {storage_key(tensor) for tensor in made} - set(map(storage_key, chain.sources))
+    if not inside & saved.keys():
+        return 0
+    return sum(saved[key].bytes for key in inside & saved.keys() - _still_saved(facts, chain))
+
+
 def _better_left(facts: Facts, config: PatchConfig, chains: list[Chain]) -> set[int]:
     """Ids of the first and last values of a module's chains that are better left to torch: a sum of two
     tensors that nobody else saves is saved itself, and nobody saves what is only added to something."""
     most, left = 0, set[int]()
+    if not any(_gone(facts, chain) for chain in chains):
+        return left
     # all in the same way: what several read is saved once, so that one alone would rather leave it
     for off in ((), (_first,), (_last,), (_first, _last)):
         whole, cut = Chain(""), set[int]()

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from lowmem_patch.nn.channel_norms import is_readable
 from lowmem_patch.strategies.protocol import Facts, forward_obstacle, once
 from lowmem_patch.tracing.call_arguments import channel_norm_call
 from lowmem_patch.tracing.op_roles import Role
@@ -46,6 +47,8 @@ def _can_wait(facts: Facts, norm: Op, number: int) -> bool:
     """Whether a norm over channels can be computed when its readers ask."""
     call = channel_norm_call(norm.name, norm.args, norm.kwargs)
     if call is None or norm.opaque or norm.compiled or not norm.module:
+        return False
+    if not is_readable(call.x, call.groups):
         return False
     return (
         id(norm.outputs[0]) not in facts.trace.outputs
@@ -95,7 +98,8 @@ def _activation_of_sum(facts: Facts, op: Op) -> Op | None:
     """The only reader of a sum of two tensors alike, where that is an activation."""
     if not op.role.has(Role.SUM | Role.SUM_IN_PLACE) or op.opaque or op.compiled:
         return None
-    if op.kwargs or len(op.reads) != 2:  # a factor of the second
+    # a factor of the second
+    if op.kwargs or len(op.reads) != 2 or op.reads[0] is op.reads[1]:
         return None
     first, second = ((t.shape, t.dtype, t.stride()) for t in op.reads)
     made = op.outputs[0]

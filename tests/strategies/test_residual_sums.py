@@ -211,6 +211,29 @@ def test_who_holds_a_norms_output_reads_what_was_added_there(kind: str, act: str
     assert_as_unpatched(residual_net(kind, act=act), x, run)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("twice", [1, 2])
+def test_a_norm_added_to_itself_on_a_path_that_nobody_planned(in_place: bool, twice: int) -> None:
+    class Doubled(Block):
+        other = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(self.conv(x))
+            if in_place:
+                y += y if self.other == 1 else x
+            else:
+                y = y + y if self.other == 1 else y + x
+            return self.act(y + x if self.other == 2 else y)
+
+    def run(model: Any) -> Tensor:
+        model.blocks[2].other = twice
+        return model(x.double())  # type: ignore[no-any-return]
+
+    model, x = Net(), image()
+    model.blocks = nn.ModuleList(Doubled(NORMS["batch"](), nn.ReLU()) for _ in range(3))
+    assert_as_unpatched(model, x, run)
+
+
 def test_a_value_saved_before_the_sum_is_an_error() -> None:
     model, x = residual_net("in place"), image()
     for one in (model, patched(model, x)):
