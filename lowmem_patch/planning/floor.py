@@ -383,14 +383,14 @@ class _FloorCount:
         held = self.saved_by.get(norm.module, [])
         if not any(math.prod(storage.shape) >= source.numel() for storage in held):
             return  # constants, as those of a frozen batch norm, need no input
-        kept = floor_sites.kept_of(self.makers, norm)
-        seen = any(map(self._is_saved, (kept, source)))
+        kept = floor_sites.kept_of(self.trace, self.makers, norm)
+        seen = any(map(self._is_saved, kept))
         seen = seen or all(map(self._is_saved, self._sources(source)))
         seen = seen or floor_sites.is_for_attention(self.trace, norm, self.attention)
         if not seen and (
             source.requires_grad or floor_sites.gamma_trains(self.modules[norm.module])
         ):
-            self._add(kept, norm.module, "norms")
+            self._add(kept[0], norm.module, "norms")
         if source.requires_grad and not self._is_of_activation(norm):
             # of a batch norm there are fewer, one for each channel
             own = sum(s.bytes for s in held if math.prod(s.shape) < source.numel())

@@ -113,10 +113,15 @@ def find_sites(facts: Facts) -> tuple[Sites, Sites]:
     return norms, activations
 
 
-def kept_of(makers: dict[int, Op], norm: SiteCall) -> Tensor:
-    """What a norm's backward needs: the output, or the input where a sum in place has taken its memory."""
+def kept_of(trace: Trace, makers: dict[int, Op], norm: SiteCall) -> list[Tensor]:
+    """What a norm's backward can be computed of: the output, of a norm over channels the input as well, and
+    that alone where a sum in place has taken the output's memory."""
+    readers = trace.consumers.get(id(norm.source), ())
+    if not any(op.module == norm.module and op.role.has(Role.CHANNEL_NORM) for op in readers):
+        return [norm.output]
     made = makers.get(id(norm.output))
-    return norm.source if made is not None and made.role.has(Role.SUM_IN_PLACE) else norm.output
+    overwritten = made is not None and made.role.has(Role.SUM_IN_PLACE)
+    return [norm.source] if overwritten else [norm.output, norm.source]
 
 
 def gated_norms(facts: Facts) -> dict[int, tuple[Tensor, ...]]:
