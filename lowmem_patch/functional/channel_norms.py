@@ -66,19 +66,12 @@ class ChannelNorm(NamedTuple):
         given, kind = self._given(sources), self.kind
         summed: tuple[Tensor, ...] = ()
         if self.residual:
-            dy, kind = self.sum_gradient(dy, *sources), None
-            summed = (dy,)
+            if kind is not None:
+                dy = _sum_gradient(dy, *given, resolve("auto", given.x))
+            kind, summed = None, (dy,)
         dx, *vectors = _backward(dy, *given[:6], kind, resolve("auto", given.x))
         pairs = zip((given.weight, given.bias), vectors, strict=True)
         return dx, None, None, *(d.to(v.dtype) for v, d in pairs if v is not None), *summed
-
-    def sum_gradient(self, dy: Tensor, *sources: Tensor) -> Tensor:
-        """Of y + r."""
-        if self.kind is None:
-            return dy
-        given = self._given(sources)
-        found: Tensor = _sum_gradient(dy, *given, resolve("auto", given.x))
-        return found
 
 
 def channel_statistics(

@@ -117,6 +117,6 @@ def _is_read_by(facts: Facts, output: Tensor, op: Op) -> bool:
 
 
 def _is_held(facts: Facts, residual: Tensor, op: Op) -> bool:
-    """Whether another reader of a residual saves it, or it is computed again of what is saved."""
+    """Whether another reader saves a residual, or, once it is patched, what that is computed of."""
     readers = facts.trace.consumers.get(id(residual), ())
     return any(one is not op and facts.is_saved_for(one, residual) for one in readers)

@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.strategies.test_channel_norms import ACTIVATIONS, NORMS, Net, assert_as_unpatched, image
+from lowmem_patch import plan_patch
+from tests.strategies.test_channel_norms import (
+    ACTIVATIONS,
+    NORMS,
+    Net,
+    assert_as_unpatched,
+    image,
+    patched,
+)
 from tests.strategies.test_residual_sums import residual_net
 
 # what a hook on the norm does with the output; what it returns is added up in the loss
@@ -72,3 +80,26 @@ def test_values_and_gradients_are_those_of_the_unpatched_model(
         return found
 
     assert_as_unpatched(model, x, run)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_value_saved_before_the_write_is_an_error(name: str) -> None:
+    model, x = MODELS[name](), image()
+    for one in (model, patched(model, x)):
+        seen: list[Tensor] = []
+        hang(one, seen)
+        with pytest.raises(RuntimeError, match="inplace operation"):
+            (one(x).sum() + seen[0]).backward()
+
+
+def hang(model: Any, seen: list[Tensor]) -> None:
+    norm = model.blocks[2].norm
+    norm.register_forward_hook(lambda m, i, o: seen.append(o.square().sum()))
+
+
+def test_a_norm_that_no_kernel_reads_as_its_input_lies_leaves_its_activation_in_place() -> None:
+    """Of groups, and with the channels last."""
+    model = MODELS["silu"]().to(memory_format=torch.channels_last)
+    x = image().to(memory_format=torch.channels_last)
+    report = plan_patch(model, "exact", example_inputs=(x,))
+    assert not [site.name for site in report.sites if site.patched and "norm" in site.kind]
