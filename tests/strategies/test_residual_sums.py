@@ -241,6 +241,7 @@ def test_a_factor_of_the_residual_is_torchs() -> None:
 
     model, x = Net(), image()
     model.blocks = nn.ModuleList(Scaled(NORMS["batch"](), nn.SiLU()) for _ in range(3))
+    assert not summed(patched(model, x))
     assert_as_unpatched(model, x, lambda one: one(x.double()))
 
 
