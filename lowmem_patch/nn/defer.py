@@ -92,7 +92,6 @@ def defer(op: Op, sources: tuple[Tensor, ...], into: Unstored | None = None) -> 
     """
     h: Unstored = _defer(op, into, *map(origin_of, sources))
     if into is not None:
-        torch.autograd.graph.increment_version(h)
         h._value, h._times_read, h._first_version = None, 0, h._version
     h.op, h.sources, h._adapts, h._packer = op, sources, False, packer()
     h._versions = [source._version for source in sources]
