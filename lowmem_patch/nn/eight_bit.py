@@ -59,7 +59,7 @@ from lowmem_patch.nn.gammas import check_gammas
 from lowmem_patch.nn.modes import AttentionInGraph, ForwardMode, has_foreign_mode, under_mode
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.op import Projection
-from lowmem_patch.nn.own import Own, give_forward_around, inner_forward
+from lowmem_patch.nn.own import Own, give_forward_around, inner_forward, multiplies_as_linear
 from lowmem_patch.nn.stored import project
 from lowmem_patch.nn.watched import Watched
 from lowmem_patch.tracing.op_roles import Role, names_with
@@ -104,13 +104,17 @@ def _stores_output(norm: MSNorm, given: Own | None, /, *args: Any, **kwargs: Any
     return _stores_by_hooks(norm, given, *args, **kwargs)
 
 
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear and multiplies_as_linear(module)
+
+
 def _stores_input(
     module: nn.Module, once: bool, given: Own | None, /, *args: Any, **kwargs: Any
 ) -> Any:
     if in_compiler():
         y = _in_graph(module, given, args[0]) if len(args) == 1 and not kwargs else None
         return inner_forward(module, given)(*args, **kwargs) if y is None else y
-    if type(module) is nn.Linear and given is None and len(args) == 1 and not kwargs:
+    if given is None and _is_linear(module) and len(args) == 1 and not kwargs:
         x = args[0]
         y = below_modes(_directly, module, once, saved_copy(x) if type(x) is Stored else x)
         if y is not None:
@@ -165,7 +169,7 @@ def _in_graph(module: nn.Module, given: Own | None, x: Tensor) -> Tensor | None:
     own = module._parameters
     weight, bias = own.get("weight"), own.get("bias")
     # pruned, a bias is an attribute
-    if type(module) is not nn.Linear or given is not None or weight is None or "bias" not in own:
+    if not _is_linear(module) or given is not None or weight is None or "bias" not in own:
         return None
     dtype = None if is_foreign(weight) else product_dtype(x.dtype, weight)
     if dtype is None or not weight.requires_grad:

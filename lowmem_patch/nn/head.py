@@ -24,11 +24,12 @@ from lowmem_patch.nn.deferred_ops import Saved
 from lowmem_patch.nn.logits import HeadReads, Logits, Settings
 from lowmem_patch.nn.low_rank import low_rank_products
 from lowmem_patch.nn.op import Projection
-from lowmem_patch.nn.own import give_forward, given_forward, is_own
+from lowmem_patch.nn.own import give_forward, given_forward, is_own, multiplies_as_linear
 from lowmem_patch.nn.trained_weights import TrainedWeights
 from lowmem_patch.nn.watched import unwatched
 
 FREED = "its weight is freed after its own forward"
+OTHER_FORWARD = "its class has another forward since the patch"
 
 
 def defer_logits(module: nn.Module, low_precision: bool | None) -> None:
@@ -69,6 +70,9 @@ def _waits(module: nn.Module, reads: HeadReads, x: Any) -> bool:
 def _deferred(
     module: Any, reads: HeadReads, low_precision: bool | None, x: Tensor
 ) -> Deferred | None:
+    if low_precision is None and not multiplies_as_linear(module):
+        reads.not_deferred = OTHER_FORWARD
+        return None
     product = _product(module, low_precision, x.dtype)
     if product is None:
         return None

@@ -18,7 +18,7 @@ from lowmem_patch.functional import LowRank, PackedWeight, is_ordinary
 from lowmem_patch.nn.activations import PackedDropout
 from lowmem_patch.nn.context import autocast_dtype, has_hooks, is_foreign, own_tensor
 from lowmem_patch.nn.op import Projection
-from lowmem_patch.nn.own import runs_class_forward
+from lowmem_patch.nn.own import multiplies_as_linear, runs_class_forward
 
 _FILE_OF_FOUR_BITS = "bitsandbytes.nn.modules"
 
@@ -96,7 +96,8 @@ def _plain_base(layer: Any) -> Any:
     base = layer._modules["base_layer"]
     if _is_watched(base) or has_hooks(layer) or layer.disable_adapters or layer.merged:
         return None
-    if type(base) is not nn.Linear and not is_four_bit(base):
+    known = multiplies_as_linear(base) if type(base) is nn.Linear else is_four_bit(base)
+    if not known:
         return None
     return None if own_tensor(base, "weight") is None else base
 

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 _REPLICATE = "_replicate_for_data_parallel"
+_OF_LINEAR = nn.Linear.forward
 # attributes that hold a forward, and what accelerate keeps beside one
 PLACED = ("forward", "_old_forward", "_hf_hook", _REPLICATE)
 
@@ -141,6 +142,12 @@ def runs_class_forward(module: nn.Module) -> bool:
 def has_foreign_forward(module: nn.Module) -> bool:
     """Whether somebody else gave this very module a forward."""
     return not runs_class_forward(module) and not is_own(given_forward(module))
+
+
+def multiplies_as_linear(module: nn.Module) -> bool:
+    """Whether a module's class has the forward of nn.Linear: somebody may have given the module another class
+    since the patch, or nn.Linear another forward."""
+    return type(module).forward is _OF_LINEAR
 
 
 def is_compiled_function(function: Any) -> bool:

@@ -16,7 +16,7 @@ from lowmem_patch.functional import in_compiler, scaled_linear
 from lowmem_patch.nn.context import has_hooks, holds_weights, is_foreign, trains_here
 from lowmem_patch.nn.deferred import Deferred, value_of
 from lowmem_patch.nn.op import Op
-from lowmem_patch.nn.own import Own, runs_class_forward
+from lowmem_patch.nn.own import Own, multiplies_as_linear, runs_class_forward
 from lowmem_patch.nn.stored import attach, keep
 from lowmem_patch.tracing.call_arguments import moved_channel
 
@@ -48,7 +48,7 @@ def _is_known(module: nn.Module) -> bool:
         return False
     if in_compiler():  # which knows no hook by its function
         return len(module._forward_hooks) == 1 and "forward" not in module.__dict__
-    if not runs_class_forward(module):
+    if not (runs_class_forward(module) and multiplies_as_linear(module)):
         return False
     first = next(iter(module._forward_hooks.values()), None)
     return isinstance(first, Own) and first.func is keep_for_scale

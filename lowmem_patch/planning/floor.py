@@ -194,15 +194,15 @@ class _FloorCount:
         return forms[-1], min(width, self._compute_width(forms[-1])), set(map(storage_key, forms))
 
     def _same_values(self, op: Op, tensor: Tensor) -> Tensor | None:
-        """What ``tensor`` was made from by a cast, a rearrangement of all its elements or a dropout."""
+        """What ``tensor`` was made from by a cast, a rearrangement of all its elements, a dropout or an
+        expansion."""
         source = first_input(op)
         if any(id(tensor) in found for found in (self.activations, self.norms, self.gated)):
             return None
         if op.writes or source is None or source is tensor:
             return None
-        if not source.is_floating_point() or source.numel() != tensor.numel():
-            return None
-        return source if op.role.has(_SAME_VALUES) else None
+        allowed = _SAME_VALUES if source.numel() == tensor.numel() else Role.EXPAND
+        return source if source.is_floating_point() and op.role.has(allowed) else None
 
     def _compute_width(self, tensor: Tensor) -> int:
         """Bytes of an element in the compute dtype: an adapter that reads a float32 copy of a bf16

@@ -56,7 +56,8 @@ def planned_chains(facts: Facts, config: PatchConfig) -> dict[str, list[Chain]]:
     """The chains that are computed again, by the modules whose forwards call them."""
     found: dict[str, list[Chain]] = {}
     for chain in () if config.activations == "keep" else _saving_chains(facts, config):
-        found.setdefault(chain.module, []).append(chain)
+        if _can_wait(facts, chain):
+            found.setdefault(chain.module, []).append(chain)
     # no row of a report says that a model, which calls many such functions, is left as it is
     return {name: chains for name, chains in found.items() if _pays(facts, config, chains)}
 
@@ -70,8 +71,6 @@ def _pays(facts: Facts, config: PatchConfig, chains: list[Chain]) -> bool:
     return (
         next_to_nothing(facts, gain * facts.alike(name), _WORTH) is None
         and forward_obstacle(facts, name, gain) is None
-        and all(_can_wait(facts, chain) for chain in chains)
-        # a write into what these give is seen
         and _can_wait(facts, alike, written=True)
     )
 
@@ -206,8 +205,8 @@ def _last(chain: Chain) -> list[int]:
 
 
 def _more_bytes(facts: Facts, config: PatchConfig, tensors: list[Tensor]) -> int:
-    """Bytes of the storages of tensors that nobody holds anyway: neither autograd nor the model, nor a norm
-    that made them, in the place of its input, which nobody else saves."""
+    """Bytes of the storages of tensors that nobody holds anyway: neither autograd, once norms are patched,
+    nor the model, nor a norm that made them, in the place of its input, which nobody else saves."""
     normed, norms = _normed(facts, config), norms_by_output(facts, config)
     beside = {
         storage_key(tensor): tensor
@@ -216,11 +215,26 @@ def _more_bytes(facts: Facts, config: PatchConfig, tensors: list[Tensor]) -> int
     }
     # of a Linear's output that a scale multiplies nothing would be saved
     scaled = {storage_key(value) for _, value in scaled_outputs(facts, config)}
+    gone = scaled | _left_by_norms(facts, config)
     return sum(
         tensor.untyped_storage().nbytes()
         for key, tensor in beside.items()
-        if key not in facts.state_keys and (key in scaled or key not in facts.storages)
+        if key not in facts.state_keys and (key in gone or key not in facts.storages)
     )
+
+
+@once
+def _left_by_norms(facts: Facts, config: PatchConfig) -> set[int]:
+    """Storages that norms alone save of what they read: where Linears read a norm's output, the patched norm
+    saves that instead."""
+    sites = norms_by_output(facts, config).values()
+    names = {s.name for s in sites if any(reader.use == "linear" for reader in s.consumers)}
+    made = {storage_key(tensor) for site in sites for tensor in site.outputs}
+    return {
+        key
+        for key, storage in facts.storages.items()
+        if key not in made and all(saver.module in names for saver in storage.savers)
+    }
 
 
 def _alike(facts: Facts, config: PatchConfig, chains: list[Chain]) -> Chain:
@@ -317,22 +331,30 @@ def _feeds_a_weight(facts: Facts, chain: Chain) -> bool:
 
 def readers(facts: Facts, chain: Chain) -> list[Consumer]:
     """Who reads what a chain makes."""
+    return [reader for made in chain.made.values() for reader in _readers_of(facts, chain, made)]
+
+
+def _readers_of(facts: Facts, chain: Chain, made: Tensor) -> list[Consumer]:
+    """Who reads one value of a chain, but for the chain's own ops."""
     own = set(map(id, chain.ops.values()))
-    found = (one for made in chain.made.values() for one in find_consumers(facts.trace, [made]))
-    return [one for one in found if id(one.op) not in own]
+    return [one for one in find_consumers(facts.trace, [made]) if id(one.op) not in own]
 
 
 def _can_wait(facts: Facts, chain: Chain, *, written: bool = False) -> bool:
-    """Whether nobody writes into what a chain reads or makes, or asks for the memory of that; ``written``:
-    what it makes may be written into."""
+    """Whether nobody writes into what a chain reads or makes, or asks for the memory of that.
+
+    A write into what no op of the chain reads is seen, and no obstacle; ``written``: no write is.
+    """
     if not chain.ops:
         return True
     held = [t for t in chain.sources if storage_key(t) in facts.state_keys]
     # of the model's own, any write: that of the next forward may come before this one's backward
     if facts.writes.later(chain.sources, min(chain.ops)) or facts.writes.later(held, 0):
         return False
+    read = {id(tensor) for op in chain.ops.values() for tensor in op.reads}
     return not any(
-        (reader.use == "write" and not written)
+        (reader.use == "write" and not written and key in read)
         or (reader.op is not None and reader.op.role.has(NEEDS_TENSOR))
-        for reader in readers(facts, chain)
+        for key, made in chain.made.items()
+        for reader in _readers_of(facts, chain, made)
     )

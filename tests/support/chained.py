@@ -148,7 +148,7 @@ BODIES = (
 )  # fmt: skip
 
 # a checkpoint holds nothing that is in it
-UNPLANNED = (written, hooked, checkpointed, checkpointed_reentrant)
+UNPLANNED = (hooked, checkpointed, checkpointed_reentrant)
 
 
 def network(formula: Any, body: Any = plain) -> Any:
