@@ -279,6 +279,10 @@ class MSNorm(nn.Module):
         if checks.assumed is not None:
             return not checks.assumed
         block = checkpointed_block() if trains else None
+        if block is not None and any(map(_is_made_anew, (weight, bias))):
+            return (
+                True  # of what a parametrization computes each time, nobody knows what was decided
+            )
         if block is None or not can_be_checked(weight, bias):
             return self._is_told_to_save_z(weight, bias, trains, by_itself)
         decide = partial(self._is_told_to_save_z, weight, bias, trains, by_itself)
@@ -346,6 +350,11 @@ class MSNorm(nn.Module):
         if self.dim != -1:
             parts.append(f"dim={self.dim}")
         return ", ".join(parts)
+
+
+def _is_made_anew(vector: Any) -> bool:
+    """Whether gamma or beta is computed at each look; FSDP's and a replica's are views of what is held."""
+    return not (vector is None or isinstance(vector, nn.Parameter) or vector._is_view())
 
 
 class MSLayerNorm(MSNorm):
