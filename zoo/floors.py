@@ -15,9 +15,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import torch
-import transformers
-
+from lowmem_patch.bench.environment import environment
 from lowmem_patch.config import load_config
 from lowmem_patch.planning.floor import count_floor
 from lowmem_patch.planning.planner import Planned, plan_model, trace_whole
@@ -28,12 +26,14 @@ from zoo.feeds import feeds
 from zoo.heads import head_class_of, labelled
 from zoo.pool import Limits, quiet_worker, run_all
 from zoo.result import PresetResult, Result
-from zoo.store import RESULTS, line
+from zoo.store import RESULTS, environments, line, note_environment
 
 FILE = RESULTS / "floors.jsonl"
 PAGE = Path(__file__).parents[1] / "docs" / "floors.md"
+_NAMED = ("date", "lowmem-patch", "torch", "transformers")
 MOST = 1.02  # times the floor: what a model may save
 PLANNED = "planned"
+COUNTED = "floors"  # whose machine and versions stand beside those of the precisions
 
 
 def judge_floor(model_type: str) -> Result:
@@ -109,22 +109,23 @@ def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
 
 
-def page(results: list[Result], missing: int = 0) -> list[str]:
-    """Lines of the page, the largest multiples first; ``missing`` model types have no result yet."""
+def page(results: list[Result], made: dict[str, str], missing: int = 0) -> list[str]:
+    """Lines of the page, the largest multiples first; ``missing`` model types have no result yet. ``made``:
+    the machine and the versions of the results."""
     planned = sorted(
         (r for r in results if r.status == PLANNED), key=lambda r: (-r.above_floor, r.name)
     )
     others = [r for r in planned if r.above_floor > MOST]
     left = Counter(r.status for r in results if r.status not in (PLANNED, "no head"))
     left["without a result yet"] = missing
-    versions = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}"
+    versions = ", ".join(f"{name} {value}" for name, value in made.items() if name in _NAMED)
     return [
         "# Whole models beside the floor",
         "",
         "What autograd saves of a training step with `auto`, head and loss included, as a multiple of",
         "[the floor](strategies.md): the fewest bytes that the rule allows. Model types of transformers",
         "with a language model's head, all their layers, at the sizes of their configs, without data:",
-        f"`python -m zoo.floors` ({versions}, float32).",
+        f"`python -m zoo.floors` (float32, {versions}).",
         "",
         f"{len(planned) - len(others)} of {len(planned)} model types save at most {MOST} times the floor.",
         f"Not counted: {_said(left)}.",
@@ -177,7 +178,10 @@ def main() -> int:
     ordered = [results[name] for name in sorted(results)]
     FILE.write_text("".join(map(line, ordered)), encoding="utf-8")
     missing = sum(name not in results for name in model_types())
-    PAGE.write_text("\n".join(page(ordered, missing)) + "\n", encoding="utf-8")
+    if names:
+        note_environment(environment("cpu"), COUNTED)
+    text = "\n".join(page(ordered, environments()[COUNTED], missing)) + "\n"
+    PAGE.write_text(text, encoding="utf-8")
     print(dict(Counter(result.status for result in ordered)))
     return 0
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 
-from zoo.precision import FLOAT32
+from zoo.precision import FLOAT32, PRECISIONS
 from zoo.result import TEXT_ALONE, PresetResult, Result
 
 JUDGED = ("judged", "judged in part")
@@ -178,7 +178,7 @@ def _low_precision(groups: Groups, environments: dict[str, dict[str, str]]) -> l
     made = [
         f"- {precision}: {_said(environment)}"
         for precision, environment in environments.items()
-        if precision != FLOAT32.name
+        if precision != FLOAT32.name and precision in PRECISIONS
     ]
     made = ["", "Machines and versions, where they are not those above:", "", *made] if made else []
     excepted = [*_EXCEPTED, *models] if models else []

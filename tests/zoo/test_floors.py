@@ -23,7 +23,10 @@ def planned(name: str, multiple: float) -> Result:
 def test_models_above_the_limit_are_named_the_largest_first() -> None:
     multiples = {"a": MOST, "b": MOST + 0.001, "c": 1.5}
     results = [planned(name, value) for name, value in multiples.items()]
-    lines = page([*results, Result("d", "not planned", "why"), Result("e", "no head")], missing=7)
+    others = [Result("d", "not planned", "why"), Result("e", "no head")]
+    made = {"date": "2026-11-30", "machine": "x86_64", "torch": "2.11.0"}
+    lines = page([*results, *others], made, missing=7)
+    assert "`python -m zoo.floors` (float32, date 2026-11-30, torch 2.11.0)." in lines
     assert "1 of 3 model types save at most 1.02 times the floor." in lines
     assert "Not counted: 1 not planned, 7 without a result yet." in lines
     rows = ["| c | 2 M | 4.0 | 1.0 | 1.500 | why |", "| b | 2 M | 4.0 | 1.0 | 1.021 | why |"]
