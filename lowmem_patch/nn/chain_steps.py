@@ -146,6 +146,13 @@ class Described(NamedTuple):
         return tuple(map(one, self.args)), {name: one(item) for name, item in self.kwargs}
 
 
+def has_strides(given: Any) -> bool:
+    """Whether this is an ordinary tensor in memory, or none."""
+    if not isinstance(given, Tensor):
+        return True
+    return given.layout is torch.strided and not given.is_nested
+
+
 def _without_values(given: _Given) -> Tensor:
     return torch.empty_strided(given.shape, given.strides, dtype=given.dtype, device="meta")
 

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowmem_patch.formulas import FORWARD
 from lowmem_patch.functional import (
+    ActivationKind,
     ExpertWeight,
     RecomputedMatmul,
     in_compiler,
@@ -30,6 +32,7 @@ from lowmem_patch.nn.chain_steps import (
     Value,
     autocast_of,
     call_of,
+    has_strides,
     laid_out,
     run,
     under,
@@ -180,6 +183,12 @@ class Chain(Op):
         made = extended(torch.mul, pair, {}, self.caller, chained)
         return NotImplemented if made is None else made
 
+    def activated(self, h: Any, kind: ActivationKind, reads: int, in_place: bool) -> Any:
+        if in_place or not _is_chain(h, self.caller):
+            return NotImplemented
+        made = extended(FORWARD[kind], (h,), {}, self.caller, {id(h)})
+        return NotImplemented if made is None else made
+
     def linear(self, h: Deferred, to: Projection, dtype: torch.dtype) -> Tensor:
         weight, bias, adapter = to[:3]
         trains = weight.requires_grad or (adapter is not None and adapter.lora_A.requires_grad)
@@ -198,13 +207,6 @@ class Chain(Op):
     ) -> Any:
         # itself, which lets its values go: autograd may hold the product, which holds what made it
         return Product.of(RecomputedMatmul(func, self.again, h, weight, offsets, h.sources))
-
-
-def _has_strides(given: Any) -> bool:
-    """Whether this is an ordinary tensor in memory, or none."""
-    if not isinstance(given, Tensor):
-        return True
-    return given.layout is torch.strided and not given.is_nested
 
 
 def _is_chain(tensor: Any, caller: Caller) -> bool:
@@ -374,7 +376,7 @@ class DeferChains(ForwardMode):
 
     def _deferred(self, func: Function, args: Arguments, kwargs: Named) -> Deferred | None:
         given = (*args, *kwargs.values()) if kwargs else args
-        if not all(map(_has_strides, given)):  # sparse or nested: none was planned
+        if not all(map(has_strides, given)):  # sparse or nested: none was planned
             return None
         name, chained = func.__name__, set[int]()
 

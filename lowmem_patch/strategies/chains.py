@@ -128,7 +128,7 @@ def _known(facts: Facts, config: PatchConfig) -> dict[int, Patch]:
 
 def _gain(facts: Facts, config: PatchConfig, chain: Chain) -> int:
     """How many bytes fewer are saved where the chain is computed again."""
-    gone = _gone(facts, chain)
+    gone = _gone(facts, config, chain)
     if not gone:
         return 0
     sources = {storage_key(tensor): tensor for tensor in chain.sources}
@@ -142,21 +142,22 @@ def _gain(facts: Facts, config: PatchConfig, chain: Chain) -> int:
     return gone - _more_bytes(facts, config, beside)
 
 
-def _gone(facts: Facts, chain: Chain) -> int:
+def _gone(facts: Facts, config: PatchConfig, chain: Chain) -> int:
     """Bytes of the chain's values that are saved, and would not be; a part of the chain has no more."""
     saved = facts.storages
     made = [*chain.made.values(), *_rearranged(facts, chain)]
     inside = {storage_key(tensor) for tensor in made} - set(map(storage_key, chain.sources))
     if not inside & saved.keys():
         return 0
-    return sum(saved[key].bytes for key in inside & saved.keys() - _still_saved(facts, chain))
+    still = _still_saved(facts, config, chain)
+    return sum(saved[key].bytes for key in inside & saved.keys() - still)
 
 
 def _better_left(facts: Facts, config: PatchConfig, chains: list[Chain]) -> set[int]:
     """Ids of the first and last values of a module's chains that are better left to torch: a sum of two
     tensors that nobody else saves is saved itself, and nobody saves what is only added to something."""
     most, left = 0, set[int]()
-    if not any(_gone(facts, chain) for chain in chains):
+    if not any(_gone(facts, config, chain) for chain in chains):
         return left
     # all in the same way: what several read is saved once, so that one alone would rather leave it
     for off in ((), (_first,), (_last,), (_first, _last)):
@@ -266,8 +267,9 @@ def _read_beside(alike: Chain, chains: list[Chain]) -> list[Tensor]:
     return [tensor for tensor in alike.sources if id(tensor) not in made]
 
 
-def _still_saved(facts: Facts, chain: Chain) -> set[int]:
+def _still_saved(facts: Facts, config: PatchConfig, chain: Chain) -> set[int]:
     """Storages of the chain's values that a reader outside saves all the same."""
+    known = _known(facts, config)
     found: set[int] = set()
     own = set(map(id, chain.ops.values()))
     for tensor in chain.made.values():
@@ -275,6 +277,9 @@ def _still_saved(facts: Facts, chain: Chain) -> set[int]:
         for op in facts.trace.consumers.get(id(tensor), ()):
             if id(op) in own or _saves_sources(facts, op, tensor):
                 continue
+            patch = known.get(id(op.outputs[0])) if op.outputs else None
+            if patch is not None and patch.strategy == recompute.NAME:
+                continue  # an activation that is one more step of the chain
             is_view = any(storage_key(output) == key for output in op.outputs)
             if op.opaque or is_view or facts.is_saved_for(op, tensor):
                 found.add(key)
