@@ -184,7 +184,7 @@ class Chain(Op):
         return NotImplemented if made is None else made
 
     def activated(self, h: Any, kind: ActivationKind, reads: int, in_place: bool) -> Any:
-        if in_place or not _is_chain(h, self.caller):
+        if not _is_chain(h, self.caller):
             return NotImplemented
         made = extended(FORWARD[kind], (h,), {}, self.caller, {id(h)})
         return NotImplemented if made is None else made

@@ -30,7 +30,9 @@ class Sparse(nn.Module):
     def cut(self, x: Tensor) -> Tensor:
         gate = self.gate(x)
         least = gate.mean(-1, keepdim=True) + 0.1 * gate.std(-1, keepdim=True)
-        return (gate - least).clamp(min=0.0)
+        # a ReLU saves what it gives, which nobody may overwrite
+        in_place = getattr(self.act, "inplace", getattr(self.act, "in_place", False))
+        return (gate - least).clamp(min=0.0) if in_place else torch.relu(gate - least)
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.body(self, x)
