@@ -164,7 +164,8 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
 
     Not counted is what was let go before the saver's caller ended (nobody took the result's gradient), what
     a budget's level ``attention`` keeps, what waits in the host's memory, and what a backward computes again
-    and saves meanwhile. A forward without gradients saves nothing.
+    and saves meanwhile. A forward without gradients saves nothing. Count without torch's non-reentrant
+    checkpoint, whose second run may save other tensors than one that is counted.
 
     Raises:
         ConfigError: ``model`` is no module.
