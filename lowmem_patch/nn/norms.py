@@ -280,9 +280,7 @@ class MSNorm(nn.Module):
             return not checks.assumed
         block = checkpointed_block() if trains else None
         if block is not None and any(map(_is_made_anew, (weight, bias))):
-            return (
-                True  # of what a parametrization computes each time, nobody knows what was decided
-            )
+            return True  # what a parametrization computes has another place in the second run
         if block is None or not can_be_checked(weight, bias):
             return self._is_told_to_save_z(weight, bias, trains, by_itself)
         decide = partial(self._is_told_to_save_z, weight, bias, trains, by_itself)
@@ -353,8 +351,8 @@ class MSNorm(nn.Module):
 
 
 def _is_made_anew(vector: Any) -> bool:
-    """Whether gamma or beta is computed at each look; FSDP's and a replica's are views of what is held."""
-    return not (vector is None or isinstance(vector, nn.Parameter) or vector._is_view())
+    """Whether gamma or beta is computed of parameters at each look; FSDP's are views of what is held."""
+    return vector is not None and vector.grad_fn is not None and not vector._is_view()
 
 
 class MSLayerNorm(MSNorm):
