@@ -68,9 +68,8 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return forward(self, input)
 
     monkeypatch.setattr(nn.Linear, "forward", counted)
-    monkeypatch.setattr(
-        own, "_OF_LINEAR", counted
-    )  # else it would be another forward, which is run
+    # else it would be another forward since the patch, which is run
+    monkeypatch.setattr(own, "_OF_LINEAR", counted)
     return ran
 
 
