@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from lowmem_patch import patch_model, patch_report
 from tests.support.heads import IDS, llama
-from tests.support.judge import assert_close
-from tests.support.step import StayInFloat64
+from tests.support.judge import assert_close, assert_rounded
+from tests.support.step import DOUBLE, StayInFloat64, step
+from tests.support.toys import WIDTH, rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 
@@ -79,3 +80,23 @@ def test_another_forward_is_run_where_inputs_are_stored(monkeypatch: pytest.Monk
     found = compact(**BATCH).loss
     assert torch.equal(found, exact(**BATCH).loss)
     assert not torch.equal(found, before)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.linear(self.norm(x)) * self.scale
+        return result
+
+
+def test_another_forward_is_run_in_front_of_a_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    twin = nn.Sequential(nn.Linear(WIDTH, WIDTH), Scaled(), nn.Linear(WIDTH, WIDTH)).double()
+    x = rows().double()
+    model = patch_model(copy.deepcopy(twin), "exact", example_inputs=(x,))
+    monkeypatch.setattr(nn.Linear, "forward", doubled)
+    assert_rounded(step(model, x, DOUBLE), step(twin, x, DOUBLE))
