@@ -7,6 +7,8 @@ matmuls of experts multiply with W, L and R one after another.
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -25,19 +27,25 @@ from lowmem_patch.nn.context import autocast_dtype, is_foreign, product_dtype
 from lowmem_patch.nn.defer import defer
 from lowmem_patch.nn.deferred import Deferred, Unstored, value_of
 from lowmem_patch.nn.deferred_casts import Cast
-from lowmem_patch.nn.op import Arguments, Function, Named, Op, Projection
+from lowmem_patch.nn.op import Arguments, Function, Named, Op, Projection, waits_for_gradient
 from lowmem_patch.nn.stored import attach, keep, project
 from lowmem_patch.tracing.op_roles import Role, function_name, role_of
 
 
-def _gathered(tensor: Tensor, index: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    return tensor[index].to(dtype or tensor.dtype)
+def _gathered(
+    tensor: Tensor, index: Tensor, *masks: Tensor, dtype: torch.dtype | None = None
+) -> Tensor:
+    rows = tensor[index].to(dtype or tensor.dtype)
+    for mask in masks:
+        rows.masked_fill_(mask, 0.0)
+    return rows
 
 
 class GatheredRows(Op):
     """``tensor[index]``: matmuls of trained weights save the tensor and the index, and gather again.
 
-    The sources are both. A product to which it is added does so as well. All gradients pass through it.
+    The sources are both, and the masks of rows that were overwritten with zeros. A product to which it is
+    added does so as well. All gradients pass through it.
     """
 
     may_be_bypassed = False
@@ -58,18 +66,36 @@ class GatheredRows(Op):
             return NotImplemented
         return Product.of(RecomputedMatmul(func, _gathered, h.plain(), weight, offsets, h.sources))
 
+    def zeroed(self, h: Deferred, mask: Tensor, in_place: bool) -> Any:
+        if not in_place:
+            return NotImplemented
+        h.masked_fill_(mask, 0.0)
+        h.sources = (*h.sources, mask)
+        return _written_by_op(h)
+
+
+def _written_by_op(h: Deferred) -> Deferred:
+    """``h``, whose op and sources say what its values are behind a write that its op has just made."""
+    h._first_version, h._versions = h._version, [source._version for source in h.sources]
+    if isinstance(h, Unstored) and h._value is not None:
+        h._value_version = h._value._version
+    return h
+
 
 class Product(Op):
     """The product of such a matmul; where each row of it is multiplied with a number, it is not saved.
 
     The sources are what the product is made of, until it is multiplied. A bias of gathered rows that is added
-    in place is the last three of them.
+    in place is the last three of them. Rows may be masked in between: those that an expert of another device
+    computes.
 
     Args:
         matmul: that makes it; its tensors are the sources.
     """
 
     biased = False
+    mask: Tensor | None = None  # of rows that were overwritten with zeros
+    whole: Callable[[], Any] = staticmethod(lambda: None)  # the product before that
 
     def __init__(self, matmul: RecomputedMatmul) -> None:
         self.multiply, self.again, self.offsets = matmul.multiply, matmul.again, matmul.offsets
@@ -97,16 +123,27 @@ class Product(Op):
         h.add_(rows)
         self.biased = True
         h.sources = (*h.sources, rows, *other.sources)
-        # the write that was just made is the op's: it and the sources say what the values are now
-        h._first_version, h._versions = h._version, [source._version for source in h.sources]
-        if isinstance(h, Unstored) and h._value is not None:
-            h._value_version = h._value._version
-        return h
+        return _written_by_op(h)
+
+    def zeroed(self, h: Deferred, mask: Tensor, in_place: bool) -> Any:
+        if in_place or not h.sources or self.mask is not None:
+            return NotImplemented
+        op = copy.copy(self)
+        op.mask, op.whole = mask, weakref.ref(h)
+        return attach(h.plain().masked_fill(mask, 0.0), op, h.sources, watched=True)
 
     def times(self, h: Deferred, other: Any) -> Any:
         weighs = isinstance(other, Tensor) and other.requires_grad and other.is_floating_point()
         if not weighs or not h.sources or other.shape != (*h.shape[:-1], 1):
             return NotImplemented
+        whole = self.whole()
+        if whole is not None:  # the product before its rows were masked, which somebody still has
+            if waits_for_gradient(whole):
+                return NotImplemented
+            whole.was_bypassed = True
+        factors = value_of(other)
+        if self.mask is not None:  # a row of zeros has no part in a gradient
+            factors = factors.masked_fill(self.mask, 0.0)
         x, weight, *rest = h.sources
         left, right = (rest.pop(0), rest.pop(0)) if self.adapted else (None, None)
         bias = None
@@ -115,9 +152,11 @@ class Product(Op):
             bias = RowBias(rows, table, numbers)
         self.was_used(h)  # the caller may hold the product for longer
         h.was_bypassed = True
-        whole = ExpertWeight(weight, left, right, self.scale)
-        matmul = RecomputedMatmul(self.multiply, self.again, x, whole, self.offsets, tuple(rest))
-        return matmul.weighted(h.detached(), value_of(other), bias)
+        of_experts = ExpertWeight(weight, left, right, self.scale)
+        matmul = RecomputedMatmul(
+            self.multiply, self.again, x, of_experts, self.offsets, tuple(rest)
+        )
+        return matmul.weighted(h.detached(), factors, bias)
 
 
 class AdaptedWeight(Op):

@@ -153,6 +153,7 @@ class Op:
     squared = _unknown  # (h)
     plus = _unknown  # (h, other)
     added = _unknown  # (h, other): h.add_(other)
+    zeroed = _unknown  # (h, mask, in_place): h.masked_fill(mask, 0), of a mask [..., 1] of rows
     matmul = _unknown  # (h, right)
     activated = _unknown  # (h, kind, reads, in_place): act(h); in_place: who has h reads it there
 

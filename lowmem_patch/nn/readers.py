@@ -31,6 +31,7 @@ from lowmem_patch.tracing.call_arguments import (
     dropout_call,
     is_matrix_product,
     is_square,
+    zeroed_rows,
 )
 from lowmem_patch.tracing.op_roles import Role, function_name, names_with, role_of
 from lowmem_patch.tracing.row_moves import moves_rows
@@ -100,6 +101,13 @@ def _read_sum_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if len(args) != 2 or kwargs or in_compiler() or not _reads(args[0]):
         return NotImplemented
     return args[0].op.added(*args)
+
+
+def _read_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    mask = zeroed_rows(func.__name__, args, kwargs)
+    if mask is None or is_foreign(mask) or in_compiler() or not _reads(args[0]):
+        return NotImplemented
+    return args[0].op.zeroed(args[0], mask, func is Tensor.masked_fill_)
 
 
 def _read_matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -284,6 +292,7 @@ _BY_ROLE: tuple[tuple[Role, Callable[..., Any]], ...] = (
     (Role.POWER, _read_power),
     (Role.SUM, _reader_of_two("plus")),
     (Role.SUM_IN_PLACE, _read_sum_in_place),
+    (Role.FILL, _read_fill),
     (Role.MATMUL, _read_matmul),
     (Role.CAST, _read_cast),
     (_MOVES, _read_rows),

@@ -33,7 +33,7 @@ from lowmem_patch.strategies.normed_channels import normed_channels, residual_su
 from lowmem_patch.strategies.protocol import Facts
 from lowmem_patch.tracing.call_arguments import dropout_call, weight_matmul
 from lowmem_patch.tracing.consumers import gathers_for_a_weight
-from lowmem_patch.tracing.dataflow import backward, first_input, makers
+from lowmem_patch.tracing.dataflow import backward, first_input
 from lowmem_patch.tracing.op_roles import (
     MATMULS,
     OF_ELEMENTS,
@@ -63,7 +63,7 @@ class _FloorCount:
     def __init__(self, facts: Facts) -> None:
         trace = facts.trace
         self.trace, self.modules = trace, facts.modules
-        self.makers = makers(trace)
+        self.makers = floor_sites.makers_of(trace)
         self.norms, self.activations = floor_sites.find_sites(facts)
         self.gated = floor_sites.gated_norms(facts)
         # with an activation behind, or a sum with another tensor before one

@@ -18,7 +18,7 @@ from lowmem_patch.strategies.cosine_attention import scaled_scores, unit_rows
 from lowmem_patch.strategies.protocol import Facts
 from lowmem_patch.strategies.rotary import turned_of
 from lowmem_patch.tracing.base_model import is_leaf
-from lowmem_patch.tracing.call_arguments import is_square
+from lowmem_patch.tracing.call_arguments import is_square, zeroed_rows
 from lowmem_patch.tracing.categories import CATEGORIES
 from lowmem_patch.tracing.dataflow import Path, backward, first_input
 from lowmem_patch.tracing.op_roles import MATMULS, OF_ELEMENTS, OF_LOGITS, REARRANGES, Role, role_of
@@ -146,6 +146,14 @@ def gamma_trains(norm: nn.Module) -> bool:
 
 def _trains(parameter: Tensor | None) -> bool:
     return parameter is not None and parameter.requires_grad
+
+
+def makers_of(trace: Trace) -> dict[int, Op]:
+    """`makers`, but for ops that overwrite whole rows with zeros: a mask of a bit a row does so again."""
+    kept = (
+        op for op in trace.ops if zeroed_rows(op.name, op.args, op.kwargs) is None or not op.writes
+    )
+    return {id(output): op for op in kept for output in op.outputs}
 
 
 def square_of(op: Op | None) -> Tensor | None:

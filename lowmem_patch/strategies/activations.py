@@ -13,7 +13,7 @@ from lowmem_patch.functional import ActivationKind
 from lowmem_patch.strategies.norm_sites import PatchSite, makes_chains
 from lowmem_patch.strategies.normed_channels import normed_channels, residual_sums
 from lowmem_patch.strategies.protocol import Facts, Skip, forward_obstacle, once
-from lowmem_patch.tracing.call_arguments import CalledFunction
+from lowmem_patch.tracing.call_arguments import CalledFunction, zeroed_rows
 from lowmem_patch.tracing.consumers import (
     Consumer,
     Use,
@@ -24,13 +24,13 @@ from lowmem_patch.tracing.consumers import (
     weight_read_with,
     weight_trains,
 )
-from lowmem_patch.tracing.dataflow import first_input
+from lowmem_patch.tracing.dataflow import first_input, forward
 from lowmem_patch.tracing.functions import Chain, find_chains
 from lowmem_patch.tracing.op_roles import NEEDS_TENSOR, Role
 from lowmem_patch.tracing.probes import NormSpec, looks_like_activation, looks_like_norm
 from lowmem_patch.tracing.saved_bytes import storage_key
 from lowmem_patch.tracing.shadow import tensors_in
-from lowmem_patch.tracing.trace import Call
+from lowmem_patch.tracing.trace import Call, Op
 
 READS: tuple[Use, ...] = ("other", "autocast", "square")  # of the values
 NOTHING_TO_GAIN = "nothing to gain: another op saves what it needs, or it saves nothing"
@@ -121,13 +121,19 @@ def products(consumers: list[Consumer], use: Use = "product") -> list[Tensor]:
 
 
 def are_weighed(facts: Facts, product: Tensor) -> bool:
-    """Whether rows of a product are multiplied with a number for each of them that has a gradient."""
+    """Whether rows of a product are multiplied with a number for each of them that has a gradient, some of
+    them perhaps overwritten with zeros before."""
     return any(
         factor.requires_grad and factor.shape == (*product.shape[:-1], 1)
-        for op in facts.trace.consumers.get(id(product), ())
+        for path in forward(facts.trace, [product], _zeroes_rows)
+        for op in facts.trace.consumers.get(id(path.end), ())
         if op.role.has(Role.PRODUCT)
         for factor in tensors_in(op.args)
     )
+
+
+def _zeroes_rows(op: Op, tensor: Tensor) -> bool:
+    return zeroed_rows(op.name, op.args, op.kwargs) is not None and op.args[0] is tensor
 
 
 def consumers_of(facts: Facts, outputs: list[Tensor]) -> list[Consumer]:

@@ -329,6 +329,15 @@ def moved_channel(
     return order.index(last) if others == sorted(others) else None
 
 
+def zeroed_rows(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The mask ``[.., 1]`` of rows ``[.., D]`` that a function overwrites with zeros."""
+    if not role_of(name).has(Role.FILL) or len(args) != 3 or kwargs:
+        return None
+    rows, mask, number = args
+    of_rows = isinstance(mask, Tensor) and mask.shape == (*rows.shape[:-1], 1)
+    return mask if of_rows and isinstance(number, (int, float)) and number == 0 else None
+
+
 class ChannelNormCall(NamedTuple):
     """A call of ``batch_norm``, ``group_norm`` or ``instance_norm`` of `torch.nn.functional` that computes
     the statistics of its input.

@@ -71,6 +71,7 @@ class Role(enum.Flag):
     DIVISION = enum.auto()
     NEGATION = enum.auto()
     POINTWISE = enum.auto()  # any other function of each element, or of elements at one place
+    FILL = enum.auto()  # one number in the place of some elements
     DROPOUT = enum.auto()
 
     WRITE = enum.auto()  # into its first tensor, of which it returns nothing
@@ -145,10 +146,12 @@ _TABLE: tuple[tuple[Role, tuple[str, ...]], ...] = (
         "abs", "absolute", "sign", "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "reciprocal",
         "sin", "cos", "atan", "erf", "logit", "softsign", "tanhshrink", "hardshrink", "softshrink",
         "threshold", "clamp", "clip", "clamp_min", "clamp_max", "min", "max", "minimum", "maximum", "where",
-        "masked_fill", "lerp", "addcmul", "gt", "ge", "lt", "le", "eq", "ne", "greater", "less",
+        "lerp", "addcmul", "gt", "ge", "lt", "le", "eq", "ne", "greater", "less",
         "__gt__", "__ge__", "__lt__", "__le__", "__eq__", "__ne__", "logical_and", "logical_or",
         "logical_not", "__and__", "__or__", "__invert__", "bitwise_not",
     )),
+    (Role.FILL | Role.POINTWISE, ("masked_fill",)),
+    (Role.FILL, ("masked_fill_",)),
     (Role.DROPOUT, ("dropout",)),
     (Role.WRITE, ("__setitem__",)),
     (Role.HOOK, ("register_hook", "retain_grad")),
