@@ -17,7 +17,7 @@ from lowmem_patch.nn.context import is_fsdp_unit
 from lowmem_patch.nn.head import forget_reads, notes_of_heads
 from lowmem_patch.nn.norms import MSNorm
 from lowmem_patch.nn.own import Own, within_compiled
-from lowmem_patch.planning.changes import has_adapter, no_longer_as_patched, watch_first_forward
+from lowmem_patch.planning.changes import has_adapter, no_longer_as_patched, watch_forwards
 from lowmem_patch.planning.check import check_outputs, refuse_unready, run_unpatched, runs_on_data
 from lowmem_patch.planning.fit_model import fit_planned
 from lowmem_patch.planning.plan import Plan, apply_plan, trains_signature, undo
@@ -228,7 +228,7 @@ def _complete(
         notes = tuple(note for note in report.notes if note != NOT_COUNTED)
         report = dataclasses.replace(report, **counted_after(report, after), notes=notes)
     _attach(model, report, asked)
-    watch_first_forward(model, plan, adapters=report.config.linear_inputs != "keep")
+    watch_forwards(model, plan, adapters=report.config.linear_inputs != "keep")
 
 
 def earlier_config(model: nn.Module) -> ConfigLike:

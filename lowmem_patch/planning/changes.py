@@ -1,8 +1,9 @@
-"""What is no longer as it was patched: looked at once, at the first training forward, and by reports.
+"""What is no longer as it was patched: looked at by training forwards, and by reports.
 
 A patched model is changed by other code without its knowledge: adapters are added, layers are frozen, a
 library sets forwards of its own over ours. Nothing of that makes the model wrong, but it saves less than
-the plan said, and who is not told pays without knowing.
+the plan said, or has approximate gradients where a new plan would have none, and who is not told pays
+without knowing. Each kind of change is said once.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import gc
 import inspect
 import types
 import warnings
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -35,10 +37,12 @@ _listed = partial(listed, most=2)
 _AROUND = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 # what other libraries put between the parts of a parameter's name
 _WRAPPERS = ("base_layer", "original_module", *_AROUND)
+_OWN = "lowmem_patch."  # forwards of this package
+_Change = tuple[str, str]  # its kind, and what is said of it
 
 
-def watch_first_forward(model: nn.Module, plan: Plan, *, adapters: bool) -> None:
-    """Remember how the model is now, and warn at its first training forward of what has changed.
+def watch_forwards(model: nn.Module, plan: Plan, *, adapters: bool) -> None:
+    """Remember how the model is now, and warn at its training forwards of what has changed.
 
     Args:
         model: the patched model, with its record.
@@ -63,16 +67,82 @@ def no_longer_as_patched(model: nn.Module) -> list[str]:
     ``model`` is the very object that was patched.
     """
     record: Record | None = model.__dict__.get(RECORD)
-    facts = None if record is None else record.as_patched
+    return [] if record is None else [*_changes(model, record).values()]
+
+
+def _changes(model: nn.Module, record: Record) -> dict[str, str]:
+    """The sentences, each by the kind of the change."""
+    facts = record.as_patched
     if facts is None:
-        return []
-    wrong = list(_folds(model, facts))
-    less = list(_adapters(model, facts))
+        return {}
+    wrong = dict(_folds(model, facts))
+    less = dict(_adapters(model, facts))
     if not (wrong or less):  # who adds adapters freezes the rest: one sentence is enough
-        less = list(_training(model, facts))
+        less = dict(_training(model, facts, len(record.report.approximate)))
     if gone := _gone(model, facts):
-        less.append(f"{len(gone)} patched modules were replaced since the patch ({_listed(gone)})")
-    return [*wrong, *(f"{sentence}: {_MEND}" for sentence in less), *_forwards(model, facts)]
+        less["gone"] = (
+            f"{len(gone)} patched modules were replaced since the patch ({_listed(gone)})"
+        )
+    return (
+        wrong
+        | {kind: f"{text}: {_MEND}" for kind, text in less.items()}
+        | dict(_forwards(model, facts))
+    )
+
+
+class _Look:
+    """How a model was at its last training forward, in what takes a forward microseconds to compare.
+
+    References are weak, so that what somebody takes out of the model does not live on, and none is to a
+    parameter, which torch could not swap any more (`torch.utils.swap_tensors`).
+    """
+
+    def __init__(self) -> None:
+        self.modules: list[weakref.ref[nn.Module]] = []  # that have parameters
+        self.children: list[tuple[weakref.ref[nn.Module], str, weakref.ref[nn.Module]]] = []
+        self.states: set[int] = set()  # which parameters trained, as hashes
+        self.kinds: set[str] = set()  # of the changes that were said
+
+    def has_same_modules(self) -> bool:
+        """Whether modules are still those that were taken."""
+        for parent, name, child in self.children:
+            holder = parent()
+            if holder is None or holder._modules.get(name) is not child():
+                return False
+        return all(reference() is not None for reference in self.modules)
+
+    def knows_state(self) -> bool:
+        """Whether the same parameters trained in a forward before; this one counts for the next."""
+        modules = (reference() for reference in self.modules)
+        tables = (module._parameters for module in modules if module is not None)
+        state = hash(
+            tuple([one is not None and one.requires_grad for t in tables for one in t.values()])
+        )
+        known = state in self.states
+        self.states.add(state)
+        return known
+
+    def take(self, model: nn.Module, facts: AsPatched) -> None:
+        """The model as it is now."""
+        self.modules = [weakref.ref(module) for module in model.modules() if module._parameters]
+        self.children, self.states = [], set()
+        for path in facts.forwards:
+            parent, _, name = path.rpartition(".")
+            holder = _module_at(model, parent)
+            child = None if holder is None else holder._modules.get(name)
+            if holder is not None and child is not None:
+                self.children.append((weakref.ref(holder), name, weakref.ref(child)))
+        self.knows_state()
+
+
+_LOOKS: weakref.WeakKeyDictionary[Record, _Look] = weakref.WeakKeyDictionary()
+
+
+def _module_at(model: nn.Module, path: str) -> nn.Module | None:
+    found: nn.Module | None = model
+    for name in path.split(".") if path else ():
+        found = None if found is None else found._modules.get(name)
+    return found
 
 
 def has_adapter(module: nn.Module | None) -> bool:
@@ -81,19 +151,30 @@ def has_adapter(module: nn.Module | None) -> bool:
 
 
 def _look(model: nn.Module, args: Any) -> None:
-    """Forward pre-hook of a patched model, until its first training forward."""
+    """Forward pre-hook of a patched model."""
     if in_compiler() or not (model.training and torch.is_grad_enabled()):
         return
-    for key, hook in list(model._forward_pre_hooks.items()):
-        if isinstance(hook, Own) and hook.func is _look:
-            model._forward_pre_hooks.pop(key, None)  # replicas of nn.DataParallel share the table
-    facts = model.__dict__[RECORD].as_patched
-    found = [*no_longer_as_patched(model), *_optimizers(model, facts)]
-    if found:
-        warnings.warn("; ".join(found), stacklevel=2)
+    record: Record = model.__dict__[RECORD]
+    look, facts = _LOOKS.get(record), record.as_patched
+    # the parameters of a replica of nn.DataParallel are made anew for each forward
+    if facts is None or (look is not None and hasattr(model, "_is_replica")):
+        return
+    same = look is not None and look.has_same_modules()
+    if look is not None and same and look.knows_state():
+        return
+    found = _changes(model, record)
+    if look is None:
+        look = _LOOKS[record] = _Look()
+        found |= dict(_optimizers(model, facts))
+    if not same:
+        look.take(model, facts)
+    new = {kind: text for kind, text in found.items() if kind not in look.kinds}
+    look.kinds.update(new)
+    if new:
+        warnings.warn("; ".join(new.values()), stacklevel=2)
 
 
-def _adapters(model: nn.Module, facts: AsPatched) -> Iterator[str]:
+def _adapters(model: nn.Module, facts: AsPatched) -> Iterator[_Change]:
     if not facts.adapters:
         return
     modules = dict(model.named_modules())
@@ -103,22 +184,24 @@ def _adapters(model: nn.Module, facts: AsPatched) -> Iterator[str]:
         if not is_adapter_forward(given_forward(modules[name])) and name not in facts.forwards
     ]
     if new:
-        yield f"{len(new)} adapter layers were added since the patch and may save more ({_listed(new)})"
+        text = f"{len(new)} adapter layers were added since the patch and may save more"
+        yield "adapters", f"{text} ({_listed(new)})"
 
 
-def _folds(model: nn.Module, facts: AsPatched) -> Iterator[str]:
+def _folds(model: nn.Module, facts: AsPatched) -> Iterator[_Change]:
     """What is no longer right, since other code takes folded weights for stock ones."""
     modules = dict(model.named_modules())
     adapted = [name for name in facts.folded if has_adapter(modules.get(name))]
     if adapted:
-        yield (
+        text = (
             f"adapters were put on {len(adapted)} Linears into which norms had been folded "
             f"({_listed(adapted)}): they fit these weights alone, and are wrong on the stock model; merge "
             "them and save the whole model, or call unpatch_model before get_peft_model and patch_model after"
         )
+        yield "folds", text
 
 
-def _optimizers(model: nn.Module, facts: AsPatched) -> Iterator[str]:
+def _optimizers(model: nn.Module, facts: AsPatched) -> Iterator[_Change]:
     """Moments of folded weights that are there before the first step: of the weights as they were."""
     if not facts.folded:
         return
@@ -129,11 +212,12 @@ def _optimizers(model: nn.Module, facts: AsPatched) -> Iterator[str]:
             continue
         moved = [held[id(parameter)] for parameter in optimizer.state if id(parameter) in held]
         if moved:
-            yield (
+            text = (
                 f"an optimizer has a state of {len(moved)} weights into which norms were folded "
                 f"({_listed(moved)}): it is wrong unless the same norms had been folded when it was made; "
                 "make the optimizer after the patch"
             )
+            yield f"optimizer {id(optimizer)}", text
 
 
 def _trains(model: nn.Module) -> dict[str, bool]:
@@ -158,15 +242,20 @@ def _trains(model: nn.Module) -> dict[str, bool]:
     return found
 
 
-def _training(model: nn.Module, facts: AsPatched) -> Iterator[str]:
+def _training(model: nn.Module, facts: AsPatched, approximate: int) -> Iterator[_Change]:
+    """``approximate``: at so many sites gradients are."""
     now = _trains(model)
     changed = {name: was for name, was in facts.trains.items() if now.get(name, was) is not was}
     new = [name for name, trained in changed.items() if not trained]
     frozen = [name for name, trained in changed.items() if trained]
     if new:
-        yield f"{len(new)} parameters train now that did not train at the patch ({_listed(new)})"
+        text = f"{len(new)} parameters train now that did not train at the patch ({_listed(new)})"
+        if approximate:
+            text += f", with approximate gradients at {approximate} sites"
+        yield "trains", text
     if frozen:
-        yield f"{len(frozen)} parameters that trained at the patch are frozen now ({_listed(frozen)})"
+        text = f"{len(frozen)} parameters that trained at the patch are frozen now"
+        yield "frozen", f"{text} ({_listed(frozen)})"
 
 
 def _forward_of(module: nn.Module) -> str:
@@ -190,12 +279,20 @@ def _forward_of(module: nn.Module) -> str:
 
 
 def _gone(model: nn.Module, facts: AsPatched) -> list[str]:
+    """Modules that were replaced, or got a forward, by the patch, where others stand now that have none."""
     modules = dict(model.named_modules(remove_duplicate=False))
     return [
         name
-        for name in facts.replaced
-        if name in modules and not any(map(is_replacement, modules[name].modules()))
+        for name, was in facts.forwards.items()
+        if name in modules
+        and (name in facts.replaced or was.startswith(_OWN))
+        and not any(map(_is_given, modules[name].modules()))
     ]
+
+
+def _is_given(module: nn.Module) -> bool:
+    """Whether it is a patch's module, or somebody gave it a forward."""
+    return is_replacement(module) or given_forward(module) is not None
 
 
 def _without_wrappers(module: nn.Module) -> nn.Module:
@@ -205,7 +302,7 @@ def _without_wrappers(module: nn.Module) -> nn.Module:
     return module if inner is None else _without_wrappers(inner)
 
 
-def _forwards(model: nn.Module, facts: AsPatched) -> Iterator[str]:
+def _forwards(model: nn.Module, facts: AsPatched) -> Iterator[_Change]:
     modules, gone = dict(model.named_modules(remove_duplicate=False)), _gone(model, facts)
     changed: dict[str, list[str]] = {}  # by the library whose forward it is
     for name, was in facts.forwards.items():
@@ -216,8 +313,9 @@ def _forwards(model: nn.Module, facts: AsPatched) -> Iterator[str]:
             changed.setdefault(forward.partition(".")[0], []).append(name)
     for library, names in changed.items():
         places = _listed([describe(modules[name], name) for name in names])
-        yield (
+        text = (
             f"{len(names)} modules got a forward of {library} since the patch, which runs in the place of "
             f"what was patched ({places}): let {library} set it before patch_model, or not at all, or "
             f"{_MEND}"
         )
+        yield f"forwards of {library}", text

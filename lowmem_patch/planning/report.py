@@ -364,7 +364,7 @@ class AsPatched:
     folded: tuple[str, ...] = ()
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Record:
     """What ``patch_model`` leaves on the model, enough to report and to plan again.
 

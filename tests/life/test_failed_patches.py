@@ -30,7 +30,7 @@ def test_a_failure_after_the_patch_puts_the_model_back(
     def fails(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("no look")
 
-    monkeypatch.setattr(api, "watch_first_forward", fails)
+    monkeypatch.setattr(api, "watch_forwards", fails)
     with pytest.raises(PatchError, match=r"the patch was undone.*no look"):
         patch_model(model, config, example_inputs=inputs)
     assert not any(map(is_replacement, model.modules()))
