@@ -44,7 +44,7 @@ from lowmem_patch.nn.defer import defer
 from lowmem_patch.nn.deferred import Deferred, Unstored, detached_of, value_of
 from lowmem_patch.nn.deferred_experts import Product
 from lowmem_patch.nn.deferred_ops import Activation
-from lowmem_patch.nn.modes import ForwardMode
+from lowmem_patch.nn.modes import ForwardMode, is_in_weighted_part
 from lowmem_patch.nn.op import (
     Arguments,
     Function,
@@ -368,7 +368,7 @@ class DeferChains(ForwardMode):
         self.names = names | {name for name, other in MIRRORED.items() if other in names}
 
     def instead(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.packs_alike():
+        if not self.packs_alike() or is_in_weighted_part(self.module):
             return NotImplemented
         with without_torch_function():  # which each attribute of a deferred tensor is
             made = self._deferred(func, args, kwargs)

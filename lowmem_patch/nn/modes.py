@@ -185,6 +185,18 @@ def is_running(module: nn.Module) -> bool:
     return True
 
 
+def is_in_weighted_part(module: nn.Module) -> bool:
+    """Whether a part of the module that has weights is being called: what runs there, a hook on it say, is no
+    function of the module's own forward."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALL:
+            called = frame.f_locals["self"]
+            return called is not module and bool(called._parameters)
+        frame = frame.f_back
+    return False
+
+
 class HeadsLastQueries(ForwardMode):
     """Gives fused attention queries whose memory holds the heads behind the tokens.
 

@@ -15,7 +15,7 @@ from lowmem_patch import patch_model, patch_report
 from lowmem_patch.nn import chains
 from lowmem_patch.nn.defer import defer
 from tests.support.chained import CHAINS, FULL, HIDDEN, LINEARS, chains_of, patched, saved
-from tests.support.judge import assert_same_step
+from tests.support.judge import assert_close, assert_same_step
 from tests.support.step import AUTOCAST, BF16, FP32, cast, step
 from tests.support.toys import WIDTH, rows
 
@@ -280,3 +280,39 @@ def test_functions_called_as_those_of_a_chain_may_be_written_or_hooked(how: str)
     model = patch_model(copy.deepcopy(plain), CHAINS, example_inputs=rows())
     assert bool(chains_of(model)) == (how in ("nothing", "it is written"))
     assert_same_step(model, plain, rows())
+
+
+class SqueezeExcite(nn.Module):
+    """Written as timm's: a gate whose sigmoid is a function, behind an activation in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reduce, self.act = nn.Conv2d(16, 4, 1), nn.ReLU(inplace=True)
+        self.expand = nn.Conv2d(4, 16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.expand(self.act(self.reduce(x.mean((2, 3), keepdim=True))))
+        return x * gate.sigmoid()
+
+
+@pytest.mark.parametrize("part", ["reduce", "expand"])
+def test_functions_of_a_hook_do_not_wait(part: str) -> None:
+    """What a hook on a convolution keeps is computed before an activation in place writes into its input."""
+    torch.manual_seed(0)
+    excite = SqueezeExcite()
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.SiLU(), excite, nn.Conv2d(16, 8, 1)).train()
+    twin, x = copy.deepcopy(model), torch.randn(2, 3, 8, 8)
+    patch_model(model, "exact", example_inputs=x)
+    assert chains_of(model) == ["2"]
+    kept: list[Tensor] = []
+    gradients = []
+    for one in (model, twin):
+        hooked = getattr(one[2], part)
+        hooked.register_forward_hook(lambda _, args, output: kept.append(output.sigmoid()))
+        loss = one(x).square().mean() + kept[-1].mean()
+        loss.backward()
+        gradients.append([parameter.grad for parameter in one.parameters()])
+    assert type(kept[0]) is Tensor
+    assert torch.equal(kept[0], kept[1])
+    for found, expected in zip(*gradients, strict=True):
+        assert_close(found, expected, "gradient")
