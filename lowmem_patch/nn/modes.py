@@ -186,13 +186,13 @@ def is_running(module: nn.Module) -> bool:
 
 
 def is_in_weighted_part(module: nn.Module) -> bool:
-    """Whether a part of the module that has weights is being called: what runs there, a hook on it say, is no
-    function of the module's own forward."""
+    """Whether a part of the module that has weights, and no parts, is being called: what runs there, a hook
+    on it say, is no function of the module's own forward."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _CALL:
             called = frame.f_locals["self"]
-            return called is not module and bool(called._parameters)
+            return called is not module and bool(called._parameters) and not called._modules
         frame = frame.f_back
     return False
 
