@@ -93,14 +93,16 @@ def _changes(model: nn.Module, record: Record) -> dict[str, str]:
 class _Look:
     """How a model was at its last training forward, in what takes a forward microseconds to compare.
 
-    References are weak, so that what somebody takes out of the model does not live on, and none is to a
-    parameter, which torch could not swap any more (`torch.utils.swap_tensors`).
+    What somebody takes out of the model does not live on: the tables of parameters go with the first module
+    that does. No reference is to a parameter, which torch could not swap any more
+    (`torch.utils.swap_tensors`).
     """
 
     def __init__(self) -> None:
-        self.modules: list[weakref.ref[nn.Module]] = []  # that have parameters
+        self.tables: list[dict[str, nn.Parameter | None]] | None = None  # the modules' own
         self.children: list[tuple[weakref.ref[nn.Module], str, weakref.ref[nn.Module]]] = []
-        self.states: set[int] = set()  # which parameters trained, as hashes
+        self.modules: list[weakref.ref[nn.Module]] = []  # whose tables these are
+        self.states: set[bytes] = set()  # which parameters trained
         self.kinds: set[str] = set()  # of the changes that were said
 
     def has_same_modules(self) -> bool:
@@ -109,22 +111,28 @@ class _Look:
             holder = parent()
             if holder is None or holder._modules.get(name) is not child():
                 return False
-        return all(reference() is not None for reference in self.modules)
+        return self.tables is not None
 
     def knows_state(self) -> bool:
         """Whether the same parameters trained in a forward before; this one counts for the next."""
-        modules = (reference() for reference in self.modules)
-        tables = (module._parameters for module in modules if module is not None)
-        state = hash(
-            tuple([one is not None and one.requires_grad for t in tables for one in t.values()])
-        )
+        tables = self.tables or ()
+        state = bytes([one is not None and one.requires_grad for t in tables for one in t.values()])
         known = state in self.states
         self.states.add(state)
         return known
 
     def take(self, model: nn.Module, facts: AsPatched) -> None:
         """The model as it is now."""
-        self.modules = [weakref.ref(module) for module in model.modules() if module._parameters]
+        look = weakref.ref(self)
+
+        def forget(_: Any) -> None:
+            one = look()
+            if one is not None:
+                one.tables = None
+
+        owners = [module for module in model.modules() if module._parameters]
+        self.tables = [module._parameters for module in owners]
+        self.modules = [weakref.ref(module, forget) for module in owners]
         self.children, self.states = [], set()
         for path in facts.forwards:
             parent, _, name = path.rpartition(".")

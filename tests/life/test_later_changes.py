@@ -125,10 +125,12 @@ def test_a_copy_is_looked_at_by_itself(copied: Callable[[Any], Any]) -> None:
 
 def test_what_is_taken_out_of_the_model_is_freed() -> None:
     model = trained_once()
-    layer = weakref.ref(model.model.layers[0])
+    layer = model.model.layers[0]
+    held = [weakref.ref(layer), *(weakref.ref(one) for one in layer.mlp.parameters())]
+    del layer
     model.model.layers = model.model.layers[1:]
     gc.collect()
-    assert layer() is None
+    assert all(one() is None for one in held)
 
 
 def test_a_look_that_finds_nothing_new_takes_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
