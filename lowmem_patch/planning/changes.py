@@ -38,6 +38,7 @@ _AROUND = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 # what other libraries put between the parts of a parameter's name
 _WRAPPERS = ("base_layer", "original_module", *_AROUND)
 _OWN = "lowmem_patch."  # forwards of this package
+_MOST_STATES = 256  # are remembered: who draws the layers that train finds ever new ones
 _Change = tuple[str, str]  # its kind, and what is said of it
 
 
@@ -118,6 +119,8 @@ class _Look:
         tables = self.tables or ()
         state = bytes([one is not None and one.requires_grad for t in tables for one in t.values()])
         known = state in self.states
+        if len(self.states) >= _MOST_STATES:
+            self.states.clear()
         self.states.add(state)
         return known
 
