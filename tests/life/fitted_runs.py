@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,10 +46,9 @@ def sharded(model: Any) -> Any:
 
 
 def run(rank: int, folder: Path) -> None:
-    os.environ.update(
-        MASTER_ADDR="localhost", MASTER_PORT="29517", RANK=str(rank), WORLD_SIZE=str(WORLD)
-    )
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    # a file, as two runs at a time would want one port
+    meeting = (folder.resolve() / "meeting").as_uri()
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=WORLD)
     torch.manual_seed(0)
     model, inputs = llama_of(num_hidden_layers=4).train(), FAMILIES["llama"].inputs()
     blocks = blocks_of(model, inputs)
