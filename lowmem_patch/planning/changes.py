@@ -106,7 +106,12 @@ class _Look:
         self.states: set[bytes] = set()  # which parameters trained
         self.kinds: set[str] = set()  # of the changes that were said
 
-    def has_same_modules(self) -> bool:
+    def is_of_now(self, model: nn.Module) -> bool:
+        """Whether nothing is new since a forward before; of replicas of nn.DataParallel, whose parameters are
+        made anew for each forward, nothing is."""
+        return hasattr(model, "_is_replica") or (self._has_same_modules() and self._knows_state())
+
+    def _has_same_modules(self) -> bool:
         """Whether modules are still those that were taken."""
         for parent, name, child in self.children:
             holder = parent()
@@ -114,7 +119,7 @@ class _Look:
                 return False
         return self.tables is not None
 
-    def knows_state(self) -> bool:
+    def _knows_state(self) -> bool:
         """Whether the same parameters trained in a forward before; this one counts for the next."""
         tables = self.tables or ()
         state = bytes([one is not None and one.requires_grad for t in tables for one in t.values()])
@@ -126,6 +131,11 @@ class _Look:
 
     def take(self, model: nn.Module, facts: AsPatched) -> None:
         """The model as it is now."""
+        if not self._has_same_modules():
+            self._take_modules(model, facts)
+        self._knows_state()
+
+    def _take_modules(self, model: nn.Module, facts: AsPatched) -> None:
         look = weakref.ref(self)
 
         def forget(_: Any) -> None:
@@ -143,7 +153,6 @@ class _Look:
             child = None if holder is None else holder._modules.get(name)
             if holder is not None and child is not None:
                 self.children.append((weakref.ref(holder), name, weakref.ref(child)))
-        self.knows_state()
 
 
 _LOOKS: weakref.WeakKeyDictionary[Record, _Look] = weakref.WeakKeyDictionary()
@@ -166,19 +175,16 @@ def _look(model: nn.Module, args: Any) -> None:
     if in_compiler() or not (model.training and torch.is_grad_enabled()):
         return
     record: Record = model.__dict__[RECORD]
-    look, facts = _LOOKS.get(record), record.as_patched
-    # the parameters of a replica of nn.DataParallel are made anew for each forward
-    if facts is None or (look is not None and hasattr(model, "_is_replica")):
-        return
-    same = look is not None and look.has_same_modules()
-    if look is not None and same and look.knows_state():
+    facts, look = record.as_patched, _LOOKS.get(record)
+    if facts is None or (look is not None and look.is_of_now(model)):
         return
     found = _changes(model, record)
     if look is None:
         look = _LOOKS[record] = _Look()
         found |= dict(_optimizers(model, facts))
-    if not same:
-        look.take(model, facts)
+    else:
+        found.pop("frozen", None)  # who freezes later loses nothing that he had
+    look.take(model, facts)
     new = {kind: text for kind, text in found.items() if kind not in look.kinds}
     look.kinds.update(new)
     if new:

@@ -96,10 +96,16 @@ def test_a_kind_of_change_is_said_once() -> None:
     assert len(said(model)) == 1
     model.model.norm.requires_grad_(True)
     assert said(model) == []
-    model.requires_grad_(False)
-    model.model.norm.requires_grad_(True)
+    replaced_norm(model)
     (text,) = said(model)
-    assert "are frozen now" in text
+    assert text.startswith("1 patched modules were replaced")
+
+
+def test_who_freezes_later_is_told_nothing() -> None:
+    """It loses nothing that it had; the first training forward says it of what was frozen before."""
+    model = trained_once()
+    model.model.layers[0].requires_grad_(False)
+    assert said(model) == []
 
 
 def test_who_freezes_in_turns_is_looked_at_once_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
