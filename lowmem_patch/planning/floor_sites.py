@@ -149,7 +149,7 @@ def _trains(parameter: Tensor | None) -> bool:
 
 
 def makers_of(trace: Trace) -> dict[int, Op]:
-    """`makers`, but for ops that overwrite whole rows with zeros: a mask of a bit a row does so again."""
+    """`makers`, but for ops that overwrite whole rows with zeros: a mask of a byte a row does so again."""
     kept = (
         op for op in trace.ops if zeroed_rows(op.name, op.args, op.kwargs) is None or not op.writes
     )

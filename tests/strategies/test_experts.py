@@ -281,10 +281,12 @@ def test_a_row_that_is_written_after_it_was_read_is_an_error() -> None:
         model(torch.randn(TOKENS, WIDTH)).sum().backward()
 
 
-def test_a_hook_that_comes_after_the_weights_is_an_error() -> None:
+def assert_a_late_hook_is_refused(weigh: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """``weigh``: multiplies a product with the routing weights, before a hook is registered on it."""
+
     def late(net: Any, h: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         y = net.multiply(net.act(net.multiply(h[index], net.up)), net.down)
-        weighed = y * weights
+        weighed = weigh(y, weights)
         if net.hooks:
             y.register_hook(lambda gradient: gradient * 3.0)
         return weighed
@@ -295,6 +297,10 @@ def test_a_hook_that_comes_after_the_weights_is_an_error() -> None:
     model.experts.hooks = True
     with pytest.raises(RuntimeError, match="call register_hook before"):
         model(torch.randn(TOKENS, WIDTH))
+
+
+def test_a_hook_that_comes_after_the_weights_is_an_error() -> None:
+    assert_a_late_hook_is_refused(torch.mul)
 
 
 def test_backward_twice_and_no_second_derivative() -> None:

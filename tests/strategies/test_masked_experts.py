@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from lowmem_patch import patch_model, patch_report, saved_bytes
-from tests.strategies.test_experts import ROWS, TOKENS, WIDTH, Block
+from tests.strategies.test_experts import (
+    ROWS,
+    TOKENS,
+    WIDTH,
+    Block,
+    assert_a_late_hook_is_refused,
+)
 from tests.support.judge import assert_same_step
 from tests.support.models import randomise
 
@@ -145,17 +151,5 @@ def test_a_mask_that_is_written_after_it_was_read_is_an_error() -> None:
         model(torch.randn(TOKENS, WIDTH)).sum().backward()
 
 
-def test_a_hook_on_a_product_whose_mask_was_weighed_is_an_error() -> None:
-    def late(net: Any, h: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        y = net.multiply(net.act(net.multiply(h[index], net.up)), net.down)
-        weighed = y.masked_fill(others(weights), 0.0) * weights
-        if net.hooks:
-            y.register_hook(lambda gradient: gradient * 3.0)
-        return weighed
-
-    model = randomise(Block(late))
-    model.experts.hooks = False
-    patch_model(model, "exact", example_inputs=torch.randn(TOKENS, WIDTH))
-    model.experts.hooks = True
-    with pytest.raises(RuntimeError, match="call register_hook before"):
-        model(torch.randn(TOKENS, WIDTH))
+def test_a_hook_on_a_product_that_was_masked_and_weighed_is_an_error() -> None:
+    assert_a_late_hook_is_refused(lambda y, weights: y.masked_fill(others(weights), 0.0) * weights)
