@@ -20,7 +20,7 @@ from lowmem_patch.strategies.rotary import turned_of
 from lowmem_patch.tracing.base_model import is_leaf
 from lowmem_patch.tracing.call_arguments import is_square, zeroed_rows
 from lowmem_patch.tracing.categories import CATEGORIES
-from lowmem_patch.tracing.dataflow import Path, backward, first_input
+from lowmem_patch.tracing.dataflow import Path, backward, first_input, makers
 from lowmem_patch.tracing.op_roles import MATMULS, OF_ELEMENTS, OF_LOGITS, REARRANGES, Role, role_of
 from lowmem_patch.tracing.probes import NormSpec, looks_like_norm
 from lowmem_patch.tracing.saved_bytes import SavedStorage, storage_key
@@ -150,10 +150,9 @@ def _trains(parameter: Tensor | None) -> bool:
 
 def makers_of(trace: Trace) -> dict[int, Op]:
     """`makers`, but for ops that overwrite whole rows with zeros: a mask of a byte a row does so again."""
-    kept = (
-        op for op in trace.ops if zeroed_rows(op.name, op.args, op.kwargs) is None or not op.writes
+    return makers(
+        trace, lambda op: not op.writes or zeroed_rows(op.name, op.args, op.kwargs) is None
     )
-    return {id(output): op for op in kept for output in op.outputs}
 
 
 def square_of(op: Op | None) -> Tensor | None:

@@ -62,9 +62,10 @@ def backward(
         following = None if op is None else source(op, following)
 
 
-def makers(trace: Trace) -> dict[int, Op]:
-    """The op that made a tensor, or wrote into it last, by the tensor's id."""
-    return {id(output): op for op in trace.ops for output in op.outputs}
+def makers(trace: Trace, counts: Callable[[Op], bool] | None = None) -> dict[int, Op]:
+    """The op that made a tensor, or wrote into it last, by the tensor's id, among the ops that count."""
+    ops = trace.ops if counts is None else filter(counts, trace.ops)
+    return {id(output): op for op in ops for output in op.outputs}
 
 
 def first_input(op: Op) -> Tensor | None:
