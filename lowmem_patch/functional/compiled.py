@@ -19,6 +19,7 @@ share nothing with it.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -74,6 +75,11 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def activation(x: Tensor, kind: ActivationKind, up: Tensor | None = None) -> Tensor:
     """h(x) or h(x) * up, recomputed from these in backward."""
     return _recomputed(_activation, x, kind, up)
+
+
+def gathered_rows(tensor: Tensor, index: Tensor) -> Tensor:
+    """``tensor[index]``, gathered again in backward."""
+    return _recomputed(operator.getitem, tensor, index)
 
 
 def linear(

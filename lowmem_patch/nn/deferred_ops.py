@@ -179,6 +179,8 @@ class Saved(Op):
         return keep(move(h), self)
 
     def gathered(self, h: Deferred, index: Tensor) -> Any:
+        if in_compiler():
+            return compiled.gathered_rows(h.plain(), index)
         return GatheredRows.of(h.plain(), index)
 
     def dropped(self, h: Deferred, p: float) -> Any:

@@ -153,7 +153,7 @@ def _read_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return join(known, h, func, args, kwargs)
     given, rest = func, args[1:]
     if func is Tensor.__getitem__ and are_row_numbers(rest[0]):
-        return NotImplemented if in_compiler() else h.op.gathered(h, rest[0])
+        return h.op.gathered(h, rest[0])
     if func is Tensor.view and rest and isinstance(rest[0], torch.dtype):
         return NotImplemented  # another reading of the same bits
     if func is Tensor.view:
