@@ -13,6 +13,7 @@ from lowmem_patch.config import ConfigLike, PatchConfig, given_config, load_conf
 from lowmem_patch.errors import ConfigError, NothingToPatchError, PatchError, TraceError
 from lowmem_patch.memory.model_states import Training
 from lowmem_patch.nn import gammas
+from lowmem_patch.nn.checkpointing import is_switched_on
 from lowmem_patch.nn.context import is_fsdp_unit
 from lowmem_patch.nn.head import forget_reads, notes_of_heads
 from lowmem_patch.nn.norms import MSNorm
@@ -21,7 +22,13 @@ from lowmem_patch.planning.changes import has_adapter, no_longer_as_patched, wat
 from lowmem_patch.planning.check import check_outputs, refuse_unready, run_unpatched, runs_on_data
 from lowmem_patch.planning.fit_model import fit_planned
 from lowmem_patch.planning.plan import Plan, apply_plan, trains_signature, undo
-from lowmem_patch.planning.planner import NOT_COUNTED, counted_after, plan_model, trace_whole
+from lowmem_patch.planning.planner import (
+    CHECKPOINTED,
+    NOT_COUNTED,
+    counted_after,
+    plan_model,
+    trace_whole,
+)
 from lowmem_patch.planning.report import NOTHING_TRAINS, RECORD, PatchReport, Record, find_records
 from lowmem_patch.strategies.fold import folded_now
 from lowmem_patch.strategies.swap import is_replacement
@@ -300,10 +307,11 @@ def patch_report(model: nn.Module) -> PatchReport:
             f"this {type(model).__name__} is not patched: call patch_model(model) first"
         )
     holder, record = records[0]
-    changed = (*no_longer_as_patched(holder), *notes_of_heads(holder))
-    if not changed:
-        return record.report
-    return dataclasses.replace(record.report, notes=(*record.report.notes, *changed))
+    notes = [note for note in record.report.notes if note != CHECKPOINTED]
+    if is_switched_on(holder):  # since the patch, or before it
+        notes.append(CHECKPOINTED)
+    notes += [*no_longer_as_patched(holder), *notes_of_heads(holder)]
+    return dataclasses.replace(record.report, notes=tuple(notes))
 
 
 def unpatch_model(model: ModelT) -> ModelT:

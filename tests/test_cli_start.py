@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -143,6 +144,21 @@ def test_the_collector_rests_until_the_imports_are_done() -> None:
         done()
         # stays so: thawed, the heap of all tests before would be walked again
         assert gc.isenabled() and gc.get_freeze_count() > frozen
+    assert gc.get_freeze_count() > frozen
     with pytest.raises(ZeroDivisionError), uncollected_imports():
         1 / 0  # noqa: B018
     assert gc.isenabled()
+
+
+def test_a_triton_that_tells_what_is_left_finds_all_collected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Frozen objects are alive when a process ends, and nanobind prints a line for each of its own."""
+    thawed: list[bool] = []
+    monkeypatch.setattr(gc, "unfreeze", lambda: thawed.append(True))
+    function = type("nb_func", (), {"__module__": "nanobind"})()
+    for library, expected in (({}, []), ({"get": function}, [True])):
+        monkeypatch.setitem(sys.modules, "triton._C.libtriton", SimpleNamespace(**library))
+        with uncollected_imports():
+            pass
+        assert thawed == expected

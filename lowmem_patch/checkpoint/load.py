@@ -44,8 +44,8 @@ def refuse_quantised(source: Source) -> None:
         config = source.config["quantization_config"]
         method = config.get("quant_method", "unknown") if isinstance(config, dict) else "unknown"
         raise CheckpointError(
-            f"{source.name} is quantised ({method}): use the full-precision checkpoint first, "
-            "then quantise the result"
+            f"{source.name} is quantised ({method}), and commands read full-precision checkpoints alone: "
+            "name that one. A quantised model that is loaded takes patch_model, verify_model and saved_bytes"
         )
 
 

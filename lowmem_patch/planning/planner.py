@@ -49,7 +49,7 @@ _OF_THE_WHOLE = (
 )
 _NAMED = 3  # of many modules of which a note speaks
 SMALL = ", a small example made from the config"
-_CHECKPOINTED = (
+CHECKPOINTED = (
     "activation checkpointing is on: bytes are counted as without it, and are saved while a block runs "
     "again; at the end of the forward autograd holds the inputs of blocks alone"
 )
@@ -116,7 +116,7 @@ def plan_model(model: nn.Module, config: PatchConfig, example_inputs: Any) -> Pl
     if came_sharded(model):
         notes.append(_OF_THE_WHOLE)
     if is_switched_on(model):
-        notes.append(_CHECKPOINTED)
+        notes.append(CHECKPOINTED)
     notes += [*plan.notes, *_notes_of_no_sites(facts, {site.name for site in plan.sites})]
     if not shadow.elsewhere:
         notes += _note_of_dropouts(facts)

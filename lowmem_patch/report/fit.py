@@ -28,8 +28,8 @@ def print_suggestions(suggestions: Sequence[Suggestion], limit: int, device: str
             style="dim",
         )
     print_line(
-        "total: the peak above, and 3 % of what lies above the model states for fragmentation; unless few of "
-        "many equal blocks stood for all of them, also what the allocator rounds up, and a margin",
+        "total: the peak above, and 3 % of what lies above the model states for fragmentation; if every "
+        "block was run, and not a few for many equal ones, also a margin and what the allocator rounds up",
         style="dim",
     )
     print_line(

@@ -25,6 +25,7 @@ from lowmem_patch.strategies.head import head_names
 from lowmem_patch.strategies.lora import adapter_layers, inside_adapters
 from lowmem_patch.strategies.norm_sites import NormSite, PatchSite, norm_sites
 from lowmem_patch.strategies.protocol import Change, Facts, Found
+from lowmem_patch.strategies.scales import scaled_outputs
 from lowmem_patch.tracing.base_model import is_leaf
 from lowmem_patch.tracing.call_arguments import attention_call
 from lowmem_patch.tracing.consumers import Consumer, find_consumers, weight_trains
@@ -162,12 +163,13 @@ def _is_fused(output: Tensor) -> bool:
 
 
 def _trained(facts: Facts, config: PatchConfig) -> Iterator[tuple[str, list[Tensor]]]:
-    """Linears and LoRA layers that train, but the head, with what their calls read."""
+    """Linears and LoRA layers that train, with what their calls read; not the head, nor those whose output is
+    not saved for the scale behind it."""
     adapted, inside = adapter_layers(facts, config), inside_adapters(facts, config)
-    heads = head_names(facts, config)
+    whole = {*head_names(facts, config), *(name for name, _ in scaled_outputs(facts, config))}
     for name in facts.order:
         module = facts.modules[name]
-        if name in heads or name.startswith(inside) or has_foreign_forward(module):
+        if name in whole or name.startswith(inside) or has_foreign_forward(module):
             continue
         if name not in adapted and not _is_trained_linear(facts, name, module):
             continue

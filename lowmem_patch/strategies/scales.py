@@ -31,10 +31,19 @@ def find(facts: Facts, config: PatchConfig) -> Found:
 @once
 def scaled_outputs(facts: Facts, config: PatchConfig) -> list[tuple[str, Tensor]]:
     """Names of Linears that train, and what a product with such a scale alone saves of them."""
-    # what is stored in 8 bits for a Linear would be saved in full beside that
-    if config.linear_inputs == "keep" or config.storage != "exact":
+    if config.linear_inputs == "keep":
         return []
-    return list(_scaled(facts))
+    found = list(_scaled(facts))
+    if config.storage == "exact":
+        return found
+    # In the place of the output the input is saved in full, and no longer in 8 bits: that is less where it is
+    # much smaller, as what lora_B reads is
+    return [(name, output) for name, output in found if _reads_less(facts, name)]
+
+
+def _reads_less(facts: Facts, name: str) -> bool:
+    linear = facts.modules[name]
+    return bool(2 * linear.in_features <= linear.out_features)
 
 
 def _scaled(facts: Facts) -> Iterator[tuple[str, Tensor]]:

@@ -39,7 +39,10 @@ def is_leaf(module: nn.Module) -> bool:
 
 def base_model(model: Any) -> Any:
     """The model that PEFT wraps, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    if hasattr(model, "get_base_model"):
+        return model.get_base_model()
+    tuner = model._modules.get("base_model")  # of a PeftMixedModel, which has no such method
+    return tuner.model if hasattr(tuner, "peft_config") else model
 
 
 def text_config(config: Any) -> Any:

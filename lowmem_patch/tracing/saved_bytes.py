@@ -162,10 +162,10 @@ class _Saved(NamedTuple):
 def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
     """Count what autograd saves of the forwards in the context; read the result after it closed.
 
-    Not counted is what was let go before the saver's caller ended (nobody took the result's gradient), what
-    a budget's level ``attention`` keeps, what waits in the host's memory, and what a backward computes again
-    and saves meanwhile. A forward without gradients saves nothing. Count without torch's non-reentrant
-    checkpoint, whose second run may save other tensors than one that is counted.
+    Not counted is what was let go before the module around the saver's caller ended (nobody took the result's
+    gradient), what a budget's level ``attention`` keeps, what waits in the host's memory, and what a backward
+    computes again and saves meanwhile. A forward without gradients saves nothing. Count without torch's
+    non-reentrant checkpoint, whose second run may save other tensors than one that is counted.
 
     Raises:
         ConfigError: ``model`` is no module.
@@ -242,13 +242,14 @@ class _Counted(FunctionObserver):
 
     def _count(self, tensor: Tensor, held: _Held, saver: Saver) -> None:
         key, stack = storage_key(tensor), self.stack
-        depth = max(len(stack) - 1, 1)  # of the call of the module that calls this one
-        caller = stack[depth - 1 : depth]
+        # the module that reads an activation's output may stand beside the one that calls the activation
+        depth = max(len(stack) - 2, 1)
+        around = stack[depth - 1 : depth]
 
         def let_go(reference: weakref.ref[_Held]) -> None:
             self._watched.discard(reference)
             # a later release depends on who else holds the outputs: a trace holds all of them
-            if caller and stack[depth - 1 : depth] == caller:
+            if around and stack[depth - 1 : depth] == around:
                 self._drop(saver, key)
 
         self._add(tensor, saver)

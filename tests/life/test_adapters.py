@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoHaConfig, LoraConfig, PeftModel, get_peft_model
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from lowmem_patch import patch_model, patch_report, unpatch_model
@@ -249,3 +249,13 @@ def test_timm_vit_with_late_adapters_is_right(make: Make) -> None:
     patch_model(model, "exact", example_inputs=inputs)
     assert_same_function(model, stock, inputs)
     silent(model, inputs)
+
+
+def test_a_mixed_model_needs_no_example_inputs(make: Make) -> None:
+    """PeftMixedModel, which has no ``get_base_model``."""
+    model = make("llama")
+    linears = {"first": ["q_proj"], "second": ["down_proj"]}
+    mixed = get_peft_model(model, lora(target_modules=linears["first"]), "first", mixed=True)
+    mixed.add_adapter("second", LoHaConfig(r=2, target_modules=linears["second"]))
+    mixed.set_adapter(["first", "second"])
+    assert patch_report(patch_model(mixed, "exact")).patched

@@ -140,6 +140,21 @@ def test_checkpointing_that_is_on_before_hides_no_site(
     assert_same_step(model, twin, inputs, FP32)
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_.*able:FutureWarning")
+def test_a_report_says_whether_checkpointing_is_on_now(make: Make) -> None:
+    model = patch_model(make("llama"), example_inputs=FAMILIES["llama"].inputs())
+
+    def is_said() -> bool:
+        return any("checkpointing is on" in note for note in patch_report(model).notes)
+
+    assert not is_said()
+    model.gradient_checkpointing_enable()
+    assert is_said()
+    patch_model(model, example_inputs=FAMILIES["llama"].inputs())
+    model.gradient_checkpointing_disable()
+    assert not is_said()
+
+
 @pytest.mark.parametrize(
     "config", [*FOLD_AND_SHARE, "paper", "compact"], ids=["fold", "share", "paper", "compact"]
 )

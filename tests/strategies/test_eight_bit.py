@@ -64,6 +64,34 @@ def assert_along(found: Step, exact: Step) -> None:
             assert cosine >= LEAST_COSINE, (name, cosine)
 
 
+class Branch(nn.Module):
+    """An MLP whose first part is a module of its own, as BERT's, or is not."""
+
+    def __init__(self, apart: bool) -> None:
+        super().__init__()
+        up, act = nn.Linear(64, 256), nn.GELU()
+        self.first = nn.Sequential(up, act) if apart else nn.ModuleList((up, act))
+        self.norm, self.down, self.last = nn.LayerNorm(64), nn.Linear(256, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        for part in (self.first,) if isinstance(self.first, nn.Sequential) else self.first:
+            y = part(y)
+        found: Tensor = self.last(x + self.down(y))
+        return found
+
+
+def test_an_activation_at_the_end_of_a_part_counts_as_any_other() -> None:
+    x, counts = torch.randn(512, 64).bfloat16(), []
+    for apart in (True, False):
+        model = patch_model(Branch(apart).bfloat16(), "compact", example_inputs=x)
+        with saved_bytes(model) as saved:
+            model(x)
+        assert saved.activations == patch_report(model).saved_after
+        counts.append(saved.activations)
+    assert counts[0] == counts[1]
+
+
 def family_in(mode: Mode, name: str, adapted: bool, blocks: int | None = None) -> tuple[Any, Any]:
     """A family's model, of which some blocks may be enough, with adapters if asked, and inputs."""
     family = EVERY_FAMILY[name]

@@ -12,11 +12,13 @@ import pytest
 import timm
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lowmem_patch import patch_model, patch_report, saved_bytes, unpatch_model
 from lowmem_patch.config import load_config
+from tests.strategies.test_eight_bit import assert_along, wide_llama
 from tests.support.judge import assert_accurate, assert_same_step
 from tests.support.models import randomise
 from tests.support.saved import saved_storages
@@ -293,6 +295,24 @@ def test_weights_that_zero_3_frees_are_left_to_torch() -> None:
 def test_compact_stores_the_input_and_leaves_the_output() -> None:
     notes = patch_report(patched(made(), (batch(),), "compact")).notes
     assert not any("scale" in note for note in notes)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_compact_saves_no_output_of_lora_b_for_a_magnitude() -> None:
+    """DoRA's: what lora_B reads has few columns, and costs less in full than its output."""
+    model, inputs = wide_llama()
+    names = ["q_proj", "down_proj"]
+    model = randomise(get_peft_model(model, LoraConfig(r=4, target_modules=names, use_dora=True)))
+    found: dict[str, tuple[int, int]] = {}
+    for preset in ("exact", "compact"):
+        ours = patch_model(copy.deepcopy(model), preset, example_inputs=inputs)
+        with saved_bytes(ours) as count:
+            ours(**inputs)
+        sizes = (size for name, size in count.by_module.items() if "magnitude" in name)
+        found[preset] = count.activations, sum(sizes)
+        assert_along(step(ours, inputs), step(model, inputs))
+    assert found["compact"][0] < found["exact"][0]
+    assert found["compact"][1] == found["exact"][1]
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
