@@ -311,6 +311,8 @@ def patch_report(model: nn.Module) -> PatchReport:
     if is_switched_on(holder):  # since the patch, or before it
         notes.append(CHECKPOINTED)
     notes += [*no_longer_as_patched(holder), *notes_of_heads(holder)]
+    if tuple(notes) == record.report.notes:
+        return record.report
     return dataclasses.replace(record.report, notes=tuple(notes))
 
 
