@@ -56,7 +56,14 @@ class CodesActivation(nn.Module):
 
 class RecomputedActivation(nn.Module):
     """Its value is never saved: where a gradient is wanted, it returns a `lowmem_patch.nn.deferred.Deferred`
-    tensor, which readers compute again in backward, exactly; else ``act(x)``."""
+    tensor, which readers compute again in backward, exactly; else ``act(x)``.
+
+    Attributes:
+        saves_until_read: its reader may save something else in the place of what it saves: who counts
+            saved bytes asks.
+    """
+
+    saves_until_read = True
 
     def __init__(self, op: Activation, in_place: bool = False) -> None:
         super().__init__()

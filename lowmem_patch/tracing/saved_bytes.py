@@ -162,10 +162,10 @@ class _Saved(NamedTuple):
 def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
     """Count what autograd saves of the forwards in the context; read the result after it closed.
 
-    Not counted is what was let go before the module around the saver's caller ended (nobody took the result's
-    gradient), what a budget's level ``attention`` keeps, what waits in the host's memory, and what a backward
-    computes again and saves meanwhile. A forward without gradients saves nothing. Count without torch's
-    non-reentrant checkpoint, whose second run may save other tensors than one that is counted.
+    Not counted is what was let go before the saver's caller ended (nobody took the result's gradient), what
+    a budget's level ``attention`` keeps, what waits in the host's memory, and what a backward computes again
+    and saves meanwhile. A forward without gradients saves nothing. Count without torch's non-reentrant
+    checkpoint, whose second run may save other tensors than one that is counted.
 
     Raises:
         ConfigError: ``model`` is no module.
@@ -180,7 +180,8 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
     held = (*model.parameters(), *model.buffers())
     weights = {storage_key(part) for tensor in held for part in parts_of(tensor)}
     copies = _WeightCopies(weights)
-    result, counted = SavedBytes(), _Counted(weights, copies.copies)
+    until_read = {n for n, one in model.named_modules() if getattr(one, "saves_until_read", False)}
+    result, counted = SavedBytes(), _Counted(weights, copies.copies, until_read)
     stack = counted.stack
     # a cast of a weight that autocast remembers from before would not be seen to be one
     torch.clear_autocast_cache()
@@ -194,10 +195,19 @@ def saved_bytes(model: nn.Module) -> Iterator[SavedBytes]:
 
 class _Counted(FunctionObserver):
     """The storages that autograd holds for forwards, by their keys; ``saved`` keeps them alive, so that these
-    stay unique. Who saves one: the innermost module of the ``stack``, and the torch function that runs."""
+    stay unique. Who saves one: the innermost module of the ``stack``, and the torch function that runs.
 
-    def __init__(self, weights: set[int], copies: Mapping[int, Tensor]) -> None:
+    Args:
+        weights: keys of their storages.
+        copies: of weights, by their keys.
+        until_read: names of modules whose reader may save something else in the place of what they save.
+    """
+
+    def __init__(
+        self, weights: set[int], copies: Mapping[int, Tensor], until_read: set[str]
+    ) -> None:
         super().__init__()
+        self._until_read = until_read
         self.saved: dict[int, _Saved] = {}
         self.stack: list[str] = []  # names of the modules that are running
         self.function, self.weighted = "", False  # whether it is a matmul of a weight that trains
@@ -242,14 +252,14 @@ class _Counted(FunctionObserver):
 
     def _count(self, tensor: Tensor, held: _Held, saver: Saver) -> None:
         key, stack = storage_key(tensor), self.stack
-        # the module that reads an activation's output may stand beside the one that calls the activation
-        depth = max(len(stack) - 2, 1)
-        around = stack[depth - 1 : depth]
+        # of the call of the module that calls this one; a patched activation's reader may stand beside that
+        depth = max(len(stack) - (2 if saver.module in self._until_read else 1), 1)
+        caller = stack[depth - 1 : depth]
 
         def let_go(reference: weakref.ref[_Held]) -> None:
             self._watched.discard(reference)
             # a later release depends on who else holds the outputs: a trace holds all of them
-            if around and stack[depth - 1 : depth] == around:
+            if caller and stack[depth - 1 : depth] == caller:
                 self._drop(saver, key)
 
         self._add(tensor, saver)

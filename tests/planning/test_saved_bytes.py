@@ -88,19 +88,22 @@ class Beside(nn.Module):
         return y if self.drops else (y, beside)
 
 
-@pytest.mark.parametrize("outermost", [True, False], ids=["the model", "inside of another"])
-@pytest.mark.parametrize("by", ["caller", "around", "further out"])
-def test_only_what_is_dropped_near_its_saver_is_not_counted(by: str, outermost: bool) -> None:
-    model: nn.Module = Sine()
-    for name in ("caller", "around", "further out"):
-        model = Beside(model, drops=name == by)
-        if name == by:
-            break
-    if not outermost:
-        model = nn.Sequential(model)
+class Taken(Sine):
+    saves_until_read = True  # as a patched activation
+
+
+@pytest.mark.parametrize(("kind", "most"), [(Sine, 1), (Taken, 2)])
+@pytest.mark.parametrize("around", [1, 2, 3])
+def test_only_what_is_dropped_near_its_saver_is_not_counted(
+    around: int, kind: type[nn.Module], most: int
+) -> None:
+    """By its caller, or, of a patched activation, by the module around that."""
+    model = kind()
+    for depth in range(1, around + 1):
+        model = Beside(model, drops=depth == around)
     with saved_bytes(model) as saved:
         model(torch.randn(4, 8, requires_grad=True))
-    assert saved.activations == (4 * 8 * 4 if by == "further out" else 0)
+    assert saved.activations == (0 if around <= most else 4 * 8 * 4)
 
 
 class Checkpointed(nn.Module):
