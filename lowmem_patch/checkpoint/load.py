@@ -45,7 +45,8 @@ def refuse_quantised(source: Source) -> None:
         method = config.get("quant_method", "unknown") if isinstance(config, dict) else "unknown"
         raise CheckpointError(
             f"{source.name} is quantised ({method}), and commands read full-precision checkpoints alone: "
-            "name that one. A quantised model that is loaded takes patch_model, verify_model and saved_bytes"
+            "name that one, and quantise the result of convert. A quantised model that is loaded takes "
+            "patch_model, verify_model and saved_bytes"
         )
 
 
