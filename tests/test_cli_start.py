@@ -136,7 +136,8 @@ def test_nothing_is_hidden_from_libraries_that_are_there(folder: Path) -> None:
         assert sys.modules == before
 
 
-def test_the_collector_rests_until_the_imports_are_done() -> None:
+def test_the_collector_rests_until_the_imports_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton._C.libtriton", SimpleNamespace())
     assert gc.isenabled()
     frozen = gc.get_freeze_count()
     with uncollected_imports() as done:
