@@ -103,4 +103,6 @@ def _tells_what_was_not_collected() -> bool:
     """Whether Triton is there and was built with nanobind, as since 3.9: that prints a line for each object
     which is alive when the process ends."""
     library = sys.modules.get("triton._C.libtriton")
-    return any(type(one).__module__ == "nanobind" for one in vars(library or object).values())
+    if library is None:
+        return False
+    return any(type(one).__module__ == "nanobind" for one in vars(library).values())

@@ -41,8 +41,11 @@ def base_model(model: Any) -> Any:
     """The model that PEFT wraps, or the model itself."""
     if hasattr(model, "get_base_model"):
         return model.get_base_model()
-    tuner = model._modules.get("base_model")  # of a PeftMixedModel, which has no such method
-    return tuner.model if hasattr(tuner, "peft_config") else model
+    if not hasattr(model, "peft_config"):
+        return model
+    # a PeftMixedModel has no such method, and a model with transformers' own adapters no such part
+    tuner: Any = dict(model.named_children()).get("base_model")
+    return model if tuner is None else tuner.model
 
 
 def text_config(config: Any) -> Any:

@@ -19,8 +19,13 @@ from lowmem_patch.errors import PatchError
 from lowmem_patch.nn.own import given_forward, is_own
 from lowmem_patch.strategies.swap import is_replacement
 from tests.support.configs import AUTO_WITHOUT_CODES
-from tests.support.judge import assert_close, assert_same_function, assert_same_parameters
-from tests.support.models import FAMILIES, doubles, fill_adapters
+from tests.support.judge import (
+    assert_close,
+    assert_same_function,
+    assert_same_parameters,
+    assert_same_step,
+)
+from tests.support.models import FAMILIES, doubles, fill_adapters, randomise
 from tests.support.step import DOUBLE, bytes_of, step, trained, warned
 from tests.support.versions import before
 
@@ -258,4 +263,6 @@ def test_a_mixed_model_needs_no_example_inputs(make: Make) -> None:
     mixed = get_peft_model(model, lora(target_modules=linears["first"]), "first", mixed=True)
     mixed.add_adapter("second", LoHaConfig(r=2, target_modules=linears["second"]))
     mixed.set_adapter(["first", "second"])
+    twin = copy.deepcopy(randomise(mixed))
     assert patch_report(patch_model(mixed, "exact")).patched
+    assert_same_step(mixed, twin, FAMILIES["llama"].inputs())

@@ -82,9 +82,8 @@ class Beside(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         made = self.inside(x)
-        y, beside = (
-            made if isinstance(made, tuple) else (x * 1.0, made)
-        )  # by a number: saves nothing
+        # a product with a number saves nothing
+        y, beside = made if isinstance(made, tuple) else (x * 1.0, made)
         return y if self.drops else (y, beside)
 
 

@@ -12,6 +12,8 @@ from transformers import BertForMultipleChoice
 from lowmem_patch import patch_model, patch_report, plan_patch, saved_bytes, unpatch_model
 from lowmem_patch.errors import TraceError
 from lowmem_patch.planning.report import find_records
+from lowmem_patch.tracing.base_model import base_model
+from lowmem_patch.tracing.example_inputs import inner_models
 from tests.support.models import FAMILIES, build, llama
 
 
@@ -83,3 +85,11 @@ def test_inputs_that_were_made_and_do_not_fit_name_the_mend() -> None:
     with pytest.raises(TraceError) as given:
         patch_model(model, example_inputs={"input_ids": tokens[0, 0]})
     assert "pass a batch" not in str(given.value)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_a_scripted_part_is_no_wrapper_of_peft() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))  # type: ignore[no-untyped-call]
+    assert base_model(scripted) is scripted
+    whole = nn.Sequential(nn.LayerNorm(4), scripted)
+    assert inner_models(whole) == [whole]
